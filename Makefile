@@ -1,0 +1,37 @@
+# Every target makes its own environment first; `make test` needs only Python 3.11+, make and git.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: demo test bench crash format clean
+
+demo: .venv/ready
+	@$(BIN)/walkback demo $(ARGS)
+
+test: .venv/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest -q $(ARGS)
+
+# The crash tests at length: every image of every crash model, and thousands of random histories.
+crash: .venv/ready
+	WALKBACK_EXAMPLES=$${WALKBACK_EXAMPLES:-400} $(BIN)/python -m pytest -q tests/test_crash.py \
+		tests/test_stateful.py tests/test_kill.py tests/test_reconcile.py $(ARGS)
+
+bench: .venv/ready
+	@$(BIN)/python benchmarks/bench.py $(ARGS)
+
+format: .venv/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.venv/ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "walkback needs Python 3.11 or newer: put one on PATH, or run make PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

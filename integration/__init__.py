@@ -1,0 +1,1 @@
+"""mlx-lm: binding a model, capturing its caches, recording and resuming prompts."""

@@ -1,0 +1,195 @@
+"""The facade that a script or a scheduler uses: open a cache, bind a model, restore, record, close.
+
+cache = walkback.open_cache("prefixes")
+bound = cache.bind(model, "path/to/model")
+for response in bound.stream_generate(tokenizer, prompt, max_tokens=256):
+    ...
+cache.close()
+"""
+
+import itertools
+import logging
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..journal.errors import UnsupportedLayoutError, WalkbackError
+from ..restore.identity import Namespace
+from ..restore.plan import GRID_TOKENS, Grid
+from ..store.core import Clock
+from ..store.memo import load_memo, save_memo
+from ..store.settings import GIB, StoreSettings, staging_bytes_for
+from ..store.statistics import Statistics
+from ..store.store import MutableStore
+from .binding import BoundModel
+from .fingerprint import fingerprint_adapter, fingerprint_parameters, fingerprint_weights
+from .probe import learn_layout
+
+log = logging.getLogger("walkback")
+
+
+class Cache:
+    """An open cache. One process at a time; any number of models."""
+
+    def __init__(self, store: MutableStore, grid: Grid, *, salt: str) -> None:
+        self.store = store
+        self.grid = grid
+        self._salt = salt
+        self._requests = itertools.count(1)
+
+    def bind(
+        self,
+        model: Any,
+        weights: str | Path | None = None,
+        *,
+        adapter: str | Path | None = None,
+        make_cache: Callable[[], list[Any]] | None = None,
+        shard: tuple[int, int] = (0, 1),
+    ) -> BoundModel:
+        """Bind a model: learn its layout by a probe forward and fingerprint its weights.
+
+        ``weights`` is the model's local directory; without one the parameters in memory are hashed,
+        at every binding. ``shard`` is this process's part of how many, for a model that is spread
+        over machines, so that parts of one model never meet.
+
+        A model whose cache has leaves that walkback does not store is bound all the same: it
+        restores nothing, and each stop is a NotStored(unsupported_layout).
+        """
+        make = make_cache or (lambda: make_prompt_cache(model))
+        try:
+            layout = learn_layout(model, make)
+        except UnsupportedLayoutError as error:
+            log.warning("nothing of this model is stored: %s", error)
+            return BoundModel(
+                model=model,
+                make_cache=make,
+                store=self.store,
+                grid=self.grid,
+                namespace=None,
+                unsupported=str(error),
+                requests=self._requests,
+            )
+        namespace = Namespace(
+            weights=self._fingerprint(model, weights),
+            adapter=self._adapter_fingerprint(adapter),
+            layout=layout,
+            block_tokens=self.grid.block_tokens,
+            rank=shard[0],
+            world=shard[1],
+            salt=self._salt,
+        )
+        if layout.has_point_state and not self.grid.is_chunk_safe:
+            log.warning(
+                "a stride of %d tokens is no multiple of %d: models that regroup tokens in chunks "
+                "give other bits than with mlx-lm's own stops",
+                self.grid.checkpoint_tokens,
+                GRID_TOKENS,
+            )
+        stride_bytes = layout.block_nbytes(0, self.grid.checkpoint_tokens) + layout.point_nbytes()
+        self.store.operator.raise_staging_limit(staging_bytes_for(stride_bytes))
+        try:
+            self.store.operator.see_namespace(
+                namespace.digest(), namespace.fields(secret=self.store.secret)
+            )
+        except WalkbackError as error:
+            log.warning("a miss may not be able to say which field differs: %s", error)
+        return BoundModel(
+            model=model,
+            make_cache=make,
+            store=self.store,
+            grid=self.grid,
+            namespace=namespace,
+            unsupported="",
+            requests=self._requests,
+        )
+
+    def flush(self) -> None:
+        """Return when all that was recorded is durable or refused."""
+        self.store.flush()
+
+    def statistics(self) -> Statistics:
+        """What the cache holds and what happened since it was opened."""
+        return self.store.statistics()
+
+    def violations(self) -> list[str]:
+        """Every broken invariant, of the journal's state and of the disk."""
+        return list(self.store.violations())
+
+    def close(self) -> None:
+        """Store what was recorded and let go of the directory. Twice is harmless."""
+        self.store.close()
+
+    def __enter__(self) -> "Cache":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fingerprint(self, model: Any, weights: str | Path | None) -> bytes:
+        if weights is None:
+            return fingerprint_parameters(model)
+        memo = load_memo(self.store.files)
+        known = len(memo)
+        fingerprint = fingerprint_weights(Path(weights), memo)
+        if len(memo) != known:
+            self._remember(memo)
+        return fingerprint
+
+    def _adapter_fingerprint(self, adapter: str | Path | None) -> bytes:
+        memo = load_memo(self.store.files)
+        known = len(memo)
+        fingerprint = fingerprint_adapter(None if adapter is None else Path(adapter), memo)
+        if len(memo) != known:
+            self._remember(memo)
+        return fingerprint
+
+    def _remember(self, memo: dict[str, bytes]) -> None:
+        try:
+            save_memo(self.store.files, memo)
+        except OSError as error:
+            log.warning("fingerprints are not remembered: %s", error)
+
+
+def open_cache(
+    directory: str | Path,
+    *,
+    budget_bytes: int | None = None,
+    free_floor_bytes: int = 10 * GIB,
+    staging_bytes: int | None = None,
+    block_tokens: int = 256,
+    checkpoint_tokens: int = 2048,
+    salt: str = "",
+    clock: Clock | None = None,
+) -> Cache:
+    """Open the cache in a directory, or make one; the directory's parent must exist.
+
+    Args:
+        budget_bytes: what the cache may take of the disk, journal included. None keeps the
+            recorded budget; a new cache takes a quarter of what is free.
+        free_floor_bytes: what the volume keeps free, whatever the budget says.
+        staging_bytes: memory that may wait for the disk. None: what the bound models need.
+        block_tokens: KV is cut in blocks of this many tokens.
+        checkpoint_tokens: prefill stops, and the state is kept, every so many tokens: a multiple of
+            ``block_tokens``, and of 256 for models that regroup tokens in chunks.
+        salt: keeps tenants apart: what one stored no other salt restores.
+
+    Raises:
+        CacheLockedError: another process holds it, named by pid.
+        RootRefusedError: the directory cannot be a cache; the message says what to do.
+        FormatError: a newer walkback wrote it.
+        SettingsError: settings that make no sense together.
+    """
+    grid = Grid(block_tokens=block_tokens, checkpoint_tokens=checkpoint_tokens)
+    defaults = StoreSettings()
+    settings = StoreSettings(
+        budget_bytes=budget_bytes,
+        free_floor_bytes=free_floor_bytes,
+        staging_bytes=defaults.staging_bytes if staging_bytes is None else staging_bytes,
+        is_staging_fixed=staging_bytes is not None,
+    )
+    versions = f"walkback {version('walkback')}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
+    store = MutableStore.open(Path(directory), settings, versions=versions, clock=clock)
+    return Cache(store, grid, salt=salt)

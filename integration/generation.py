@@ -1,0 +1,160 @@
+"""mlx-lm's generation over a cache: the same tokens, with the prefix resumed and recorded."""
+
+# mlx-lm has no types of its own, and mlx's stubs leave the arguments of eval untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step as mlx_generate_step
+from mlx_lm.generate import generation_stream
+from mlx_lm.generate import stream_generate as mlx_stream_generate
+
+from ..journal.errors import SettingsError
+from .binding import DECODE_HEADROOM_TOKENS, BoundModel, Restoration, token_ids_of
+
+# Options under which mlx-lm's cache is not the one that was bound, or is not fed token by token.
+_REFUSED_OPTIONS = {
+    "prompt_cache": "the cache is walkback's to make",
+    "kv_bits": "quantised KV is not stored yet",
+    "max_kv_size": "rotating KV is not stored yet",
+    "input_embeddings": "embeddings have no token ids to key them by",
+    "draft_model": "a draft model rewinds, which a recurrent state cannot",
+}
+_HEADROOM_TOKENS_MAX = 4096
+
+_mlx_generate_step = cast(Any, mlx_generate_step)
+_mlx_stream_generate = cast(Any, mlx_stream_generate)
+
+
+def generate_step(
+    bound: BoundModel,
+    prompt: Sequence[int] | mx.array,
+    *,
+    on_restore: Callable[[Restoration], None] | None = None,
+    **options: Any,
+) -> Generator[tuple[int, mx.array]]:
+    """Yield ``(token, logprobs)`` as mlx-lm's ``generate_step`` does, resumed and recorded.
+
+    Options are mlx-lm's, but for those that change the cache: SettingsError names them.
+    ``on_restore`` is told what the prompt resumed from, before anything is computed. Closing the
+    generator ends the recording; what was captured is still stored.
+    """
+    with _resumed(bound, token_ids_of(prompt), on_restore, options) as (rest, prepared):
+        yield from _mlx_generate_step(mx.array(rest), bound.model, **prepared)
+
+
+def stream_generate(
+    bound: BoundModel,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    *,
+    on_restore: Callable[[Restoration], None] | None = None,
+    **options: Any,
+) -> Generator[Any]:
+    """Yield mlx-lm's ``GenerationResponse``s, resumed and recorded.
+
+    Takes what ``mlx_lm.stream_generate`` takes. ``prompt_tokens`` counts the whole prompt;
+    ``prompt_tps`` counts what was computed.
+    """
+    if isinstance(prompt, str):
+        # As mlx-lm does: a prompt that has its own first special token gets no second one.
+        bos = tokenizer.bos_token
+        prompt = tokenizer.encode(
+            prompt, add_special_tokens=bos is None or not prompt.startswith(bos)
+        )
+    token_ids = token_ids_of(cast("Sequence[int] | mx.array", prompt))
+    with _resumed(bound, token_ids, on_restore, options) as (rest, prepared):
+        for response in _mlx_stream_generate(bound.model, tokenizer, rest, **prepared):
+            yield dataclasses.replace(response, prompt_tokens=len(token_ids))
+
+
+@contextlib.contextmanager
+def _resumed(
+    bound: BoundModel,
+    token_ids: list[int],
+    on_restore: Callable[[Restoration], None] | None,
+    options: dict[str, Any],
+) -> Generator[tuple[list[int], dict[str, Any]]]:
+    """Restore, and record until the context ends: what mlx-lm is to prefill, and its options."""
+    _require_options(bound, options)
+    if not token_ids:
+        raise ValueError("a prompt needs at least one token id")
+    restoration = bound.restore(token_ids, headroom_tokens=_headroom(options))
+    try:
+        if on_restore is not None:
+            on_restore(restoration)
+        yield _prepared(bound, token_ids, restoration, options)
+    finally:
+        restoration.recording.finish()
+
+
+def _prepared(
+    bound: BoundModel, token_ids: list[int], restoration: Restoration, options: dict[str, Any]
+) -> tuple[list[int], dict[str, Any]]:
+    """The token ids that mlx-lm is to prefill, and its options with our hooks in them."""
+    stride = bound.grid.checkpoint_tokens
+    cache, recording = restoration.cache, restoration.recording
+    position = restoration.endpoint
+    stream = options.get("stream", generation_stream)
+    aligned = bound.grid.next_stop(position)
+    if position % stride and aligned < len(token_ids):
+        # mlx-lm has one chunk size, so the way to the next stop is one chunk of ours.
+        with mx.stream(stream):
+            bound.model(mx.array([token_ids[position:aligned]]), cache=cache)
+            mx.eval([leaf.state for leaf in cache])
+            recording.stop(aligned, cache)
+        position = aligned
+    start = position
+    user_progress = options.get("prompt_progress_callback")
+
+    def progress(done: int, total: int) -> None:
+        # At the end mlx-lm has already queued the next token: the cache stands one further.
+        if 0 < done < total and (start + done) % stride == 0:
+            recording.stop(start + done, cache)
+        if user_progress is not None:
+            user_progress(start + done, start + total)
+
+    prepared = dict(options)
+    prepared.update(
+        prompt_cache=cache,
+        prefill_step_size=stride,
+        prompt_progress_callback=progress,
+    )
+    if options.get("logits_processors"):
+        prefix = mx.array(token_ids[:start])
+        prepared["logits_processors"] = [
+            _with_prefix(each, prefix) for each in options["logits_processors"]
+        ]
+    return token_ids[start:], prepared
+
+
+def _with_prefix(
+    processor: Callable[[mx.array, mx.array], mx.array], prefix: mx.array
+) -> Callable[[mx.array, mx.array], mx.array]:
+    """A logits processor that sees the restored token ids too, as it does in a cold run."""
+
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        return processor(mx.concatenate([prefix, tokens]) if prefix.size else tokens, logits)
+
+    return process
+
+
+def _headroom(options: dict[str, Any]) -> int:
+    max_tokens = int(options.get("max_tokens", 256))
+    return min(max_tokens, _HEADROOM_TOKENS_MAX) if max_tokens > 0 else DECODE_HEADROOM_TOKENS
+
+
+def _require_options(bound: BoundModel, options: dict[str, Any]) -> None:
+    for name, reason in _REFUSED_OPTIONS.items():
+        if options.get(name) is not None:
+            raise SettingsError(f"{name} cannot be used with walkback: {reason}")
+    step = options.get("prefill_step_size")
+    if step is not None and step != bound.grid.checkpoint_tokens:
+        raise SettingsError(
+            f"prefill_step_size is {step}, and checkpoint_tokens {bound.grid.checkpoint_tokens}: "
+            "prefill stops at checkpoints, so leave it out or open the cache with that stride"
+        )

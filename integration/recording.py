@@ -1,0 +1,236 @@
+"""Recording the stops of one request while it prefills."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..journal.errors import UnsupportedLayoutError
+from ..journal.words import Kind, NotStoredReason
+from ..restore.identity import BlockLink
+from ..restore.layout import Layout
+from ..restore.plan import Grid, plan_after
+from ..store.boundary import Boundary, Claim, NotStored, Part
+from ..store.store import MutableStore
+from ..store.tensors import Tensor
+from .capture import Captured, CaptureRefusedError, capture
+from .leaves import PositionsDisagreeError
+
+log = logging.getLogger("walkback")
+
+_REASONS = {
+    "position": NotStoredReason.POSITION,
+    "layout": NotStoredReason.LAYOUT,
+    "non_finite": NotStoredReason.NON_FINITE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What one recording needs to know of its model, its prompt and where it resumed."""
+
+    store: MutableStore
+    namespace: bytes
+    # None if the model's cache has leaves that are not stored; ``unsupported`` says which.
+    layout: Layout | None
+    unsupported: str
+    grid: Grid
+    producer: str
+    request: int
+    chain: tuple[BlockLink, ...]
+    endpoint: int
+    plan_digest: bytes
+    restored_from: int | None
+    # Block keys that are held in the store for this recording, which lets go of them.
+    held: tuple[bytes, ...]
+
+
+class MutableRecording:
+    """Stores the boundaries of one request as prefill reaches them.
+
+    One owner: the thread that prefills. ``stop`` captures there and then, and hands bytes to the
+    store's writer; it blocks only when the staging bound is reached. A boundary that is not stored
+    is a ``NotStored`` value with a reason, also in the journal; the request goes on.
+    """
+
+    def __init__(self, recorded: Recorded) -> None:
+        self._recorded = recorded
+        self._position = recorded.endpoint
+        self._plan_digest = recorded.plan_digest
+        self._last_time = time.monotonic()
+        self._held = recorded.held
+        self._claims: list[Claim] = []
+        self._is_over = False
+        self.refusals: list[NotStored] = []
+
+    @property
+    def position(self) -> int:
+        """The last boundary that was captured, or that the request resumed from."""
+        return self._position
+
+    def stop(self, position: int, cache: Sequence[Any]) -> NotStored | None:
+        """Store the boundary at ``position``, where the cache stands now; None if it is on its way.
+
+        ``position`` is a multiple of ``block_tokens`` beyond the last one.
+        """
+        refusal = self._refusal_of(position)
+        if refusal is None:
+            refusal = self._store(position, cache)
+        if refusal is not None:
+            self.refusals.append(refusal)
+        return refusal
+
+    def finish(self) -> None:
+        """End the recording. What was captured goes on being stored. Twice is harmless."""
+        self._is_over = True
+        self._recorded.store.let_go(self._held)
+        self._held = ()
+
+    def abort(self) -> None:
+        """End the recording and wait until the store has let go of every buffer."""
+        self.finish()
+        self.wait()
+
+    def wait(self) -> list[NotStored]:
+        """Wait until every boundary is durable or refused; the refusals."""
+        for claim in self._claims:
+            claim.settled.wait()
+        self._drop_settled()
+        return list(self.refusals)
+
+    def _refusal_of(self, position: int) -> NotStored | None:
+        recorded = self._recorded
+        if recorded.layout is None:
+            refusal = NotStored(NotStoredReason.UNSUPPORTED_LAYOUT, recorded.unsupported)
+        elif self._is_over:
+            refusal = NotStored(NotStoredReason.ABORTED, "the recording is over")
+        elif position % recorded.grid.block_tokens or position <= self._position:
+            refusal = NotStored(
+                NotStoredReason.OFF_GRID,
+                f"a stop at {position} after one at {self._position} is not on the grid of "
+                f"{recorded.grid.block_tokens} tokens",
+            )
+        elif not recorded.chain or position > recorded.chain[-1].end:
+            refusal = NotStored(NotStoredReason.OFF_GRID, f"{position} is beyond the prompt")
+        else:
+            return None
+        recorded.store.refuse(refusal, request=recorded.request, key=b"", position=position)
+        return refusal
+
+    def _store(self, position: int, cache: Sequence[Any]) -> NotStored | None:
+        recorded = self._recorded
+        store, layout = recorded.store, recorded.layout
+        assert layout is not None
+        now = time.monotonic()
+        prefill_seconds, self._last_time = now - self._last_time, now
+        self._plan_digest = plan_after(self._plan_digest, position)
+        boundary = self._boundary(layout, position)
+        self._position = position
+        claim = store.claim(
+            boundary,
+            request=recorded.request,
+            producer=recorded.producer,
+            restored_from=recorded.restored_from,
+        )
+        if isinstance(claim, NotStored):
+            return claim
+        if claim.is_empty:
+            self._hold_tip()
+            return None
+        try:
+            store.reserve(claim)
+            captured = _capture(cache, layout, position, claim)
+        except CaptureRefusedError as error:
+            refusal = NotStored(_REASONS[error.reason], str(error))
+        except (PositionsDisagreeError, UnsupportedLayoutError) as error:
+            refusal = NotStored(NotStoredReason.POSITION, str(error))
+        except Exception as error:
+            # The request goes on, whatever is wrong with the cache that it was given.
+            log.exception("a capture failed; its boundary is not stored")
+            refusal = NotStored(NotStoredReason.FAILED, f"{type(error).__name__}: {error}")
+        except BaseException:
+            refusal = NotStored(NotStoredReason.ABORTED, "the capture was interrupted")
+            store.cancel(claim, refusal)
+            raise
+        else:
+            store.put(claim, _in_order(claim, captured), prefill_seconds=prefill_seconds)
+            self._drop_settled()
+            self._claims.append(claim)
+            self._hold_tip()
+            return None
+        store.cancel(claim, refusal)
+        return refusal
+
+    def _boundary(self, layout: Layout, position: int) -> Boundary:
+        recorded = self._recorded
+        ranges = recorded.grid.ranges(self._position, position)
+        links = [recorded.chain[start // recorded.grid.block_tokens] for start, _ in ranges]
+        parts = [
+            Part(
+                kind=Kind.BLOCK,
+                key=link.key,
+                parent=link.parent,
+                start=link.start,
+                end=link.end,
+                tensors=layout.block_specs(link.start, link.end),
+            )
+            for link in links
+        ]
+        if layout.has_point_state:
+            tip = links[-1]
+            parts.append(
+                Part(
+                    kind=Kind.SIDECAR,
+                    key=tip.key,
+                    parent=tip.parent,
+                    start=position,
+                    end=position,
+                    tensors=layout.point_specs(),
+                )
+            )
+        return Boundary(
+            namespace=recorded.namespace,
+            layout_digest=layout.digest(),
+            plan_digest=self._plan_digest,
+            position=position,
+            parts=tuple(parts),
+        )
+
+    def _drop_settled(self) -> None:
+        """Let go of the claims whose outcome is known, and keep their refusals."""
+        waiting: list[Claim] = []
+        for claim in self._claims:
+            if not claim.settled.is_set():
+                waiting.append(claim)
+            elif claim.refusal is not None:
+                self.refusals.append(claim.refusal)
+        self._claims = waiting
+
+    def _hold_tip(self) -> None:
+        """Keep what the next boundary will continue from being evicted before it is claimed."""
+        recorded = self._recorded
+        index = self._position // recorded.grid.block_tokens - 1
+        held = (recorded.chain[index].key,) if index >= 0 and recorded.chain else ()
+        recorded.store.hold(held)
+        recorded.store.let_go(self._held)
+        self._held = held
+
+
+def _capture(cache: Sequence[Any], layout: Layout, position: int, claim: Claim) -> Captured:
+    blocks = [each.part for each in claim.writings if each.part.kind is Kind.BLOCK]
+    return capture(
+        cache,
+        layout,
+        position=position,
+        ranges=[(part.start, part.end) for part in blocks],
+        with_point=len(blocks) < len(claim.writings),
+    )
+
+
+def _in_order(claim: Claim, captured: Captured) -> list[Sequence[Tensor]]:
+    blocks = iter(captured.blocks)
+    return [
+        next(blocks) if writing.part.kind is Kind.BLOCK else captured.point
+        for writing in claim.writings
+    ]

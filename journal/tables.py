@@ -1,0 +1,269 @@
+"""The tables of the folded state, and their records.
+
+A record is an id and a CBOR value. The compactor writes those down that changed; two states are the
+same when their records are. What can be derived (child counts, the byte total, the order of the
+leaves) is in no record and is made again when records are read.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator
+from typing import Protocol, Self
+
+import cbor2
+
+from . import entries
+from .entries import (
+    DoomedFile,
+    Entry,
+    Hole,
+    Opening,
+    QuarantinedFile,
+    Segment,
+    StagedFile,
+    read_entry,
+    read_file_name,
+)
+from .errors import JournalDamagedError
+from .words import FileName, Kind
+
+
+class Recorded(Protocol):
+    @property
+    def record_id(self) -> bytes: ...
+
+    def record(self) -> bytes: ...
+
+
+class Tables:
+    """What is live, doomed, quarantined, staged, pinned and set. ``State`` is the only subclass."""
+
+    def __init__(self) -> None:
+        self.sequence = 0
+        self.epoch = 0
+        self.unswept: set[int] = set()
+        self.opening: Opening | None = None
+        self.blocks: dict[bytes, Entry] = {}
+        self.sidecars: dict[bytes, Entry] = {}
+        self.holes: dict[bytes, Hole] = {}
+        self.staged: dict[FileName, StagedFile] = {}
+        self.doomed: dict[FileName, DoomedFile] = {}
+        self.quarantined: dict[FileName, QuarantinedFile] = {}
+        self.namespaces: dict[bytes, tuple[tuple[str, str], ...]] = {}
+        self.settings: dict[str, int] = {}
+        self.pins: set[bytes] = set()
+        self.segments: dict[int, Segment] = {}
+        # Allocated bytes of every file that is named: live, doomed, quarantined, sealed segments.
+        self.used_bytes: int = 0
+        # Live blocks of each namespace.
+        self.population: Counter[bytes] = Counter()
+        self.changed: set[bytes] = set()
+        self._leaves: list[tuple[int, bytes]] = []
+
+    # Questions.
+
+    def entry(self, kind: Kind, key: bytes) -> Entry | None:
+        """The live entry of a kind and key."""
+        return (self.blocks if kind is Kind.BLOCK else self.sidecars).get(key)
+
+    def coldest_leaves(self) -> Generator[Entry]:
+        """The blocks without live descendants, least recently used first.
+
+        Entries that went stale are dropped on the way, which makes this amortised O(log n) a leaf.
+        The state must not change until the iterator is closed.
+        """
+        seen: list[tuple[int, bytes]] = []
+        try:
+            while self._leaves:
+                leaf = heapq.heappop(self._leaves)
+                recency, key = leaf
+                entry = self.blocks.get(key)
+                if entry is None or entry.child_count or entry.recency != recency:
+                    continue
+                if seen and seen[-1] == leaf:
+                    continue
+                seen.append(leaf)
+                yield entry
+        finally:
+            for leaf in seen:
+                heapq.heappush(self._leaves, leaf)
+
+    def descendants(self, key: bytes) -> list[bytes]:
+        """The keys of all blocks below ``key``, parents first. O(blocks): for rare events."""
+        children: dict[bytes, list[bytes]] = {}
+        for below in (*self.blocks.values(), *self.holes.values()):
+            children.setdefault(below.parent, []).append(below.key)
+        found: list[bytes] = []
+        pending = [key]
+        while pending:
+            below = children.get(pending.pop(), [])
+            found.extend(below)
+            pending.extend(below)
+        return [each for each in found if each in self.blocks]
+
+    # Records.
+
+    def take_changed(self) -> set[bytes]:
+        """The ids of the records that changed since this was asked last."""
+        changed, self.changed = self.changed, set()
+        return changed
+
+    def records(self) -> Iterator[tuple[bytes, bytes]]:
+        """Every record, in no order that means anything."""
+        for table in (self.blocks, self.sidecars, self.holes):
+            yield from _records(table.values())
+        for table in (self.staged, self.doomed, self.quarantined):
+            yield from _records(table.values())
+        yield from _records(self.segments.values())
+        for namespace in self.namespaces:
+            yield self._known(entries.NAMESPACES + namespace)
+        for name in self.settings:
+            yield self._known(entries.SETTINGS + name.encode())
+        for key in self.pins:
+            yield self._known(entries.PINS + key)
+        if self.opening is not None:
+            yield self._known(entries.OPENING)
+            yield self._known(entries.EPOCHS)
+
+    def record(self, record_id: bytes) -> bytes | None:
+        """The value of one record, or None if there is no such thing any more."""
+        table, rest = record_id[:1], record_id[1:]
+        match table:
+            case entries.BLOCKS:
+                return _value(self.blocks.get(rest))
+            case entries.SIDECARS:
+                return _value(self.sidecars.get(rest))
+            case entries.HOLES:
+                return _value(self.holes.get(rest))
+            case entries.STAGED:
+                return _value(self.staged.get(_file_of(rest)))
+            case entries.DOOMED:
+                return _value(self.doomed.get(_file_of(rest)))
+            case entries.QUARANTINED:
+                return _value(self.quarantined.get(_file_of(rest)))
+            case entries.SEGMENTS:
+                return _value(self.segments.get(int.from_bytes(rest, "big")))
+            case entries.NAMESPACES:
+                fields = self.namespaces.get(rest)
+                return None if fields is None else cbor2.dumps(fields)
+            case entries.SETTINGS:
+                value = self.settings.get(rest.decode())
+                return None if value is None else cbor2.dumps(value)
+            case entries.PINS:
+                return cbor2.dumps(True) if rest in self.pins else None
+            case entries.EPOCHS:
+                return cbor2.dumps([self.epoch, *sorted(self.unswept)])
+            case entries.OPENING:
+                return _value(self.opening)
+            case _:
+                raise JournalDamagedError(f"a snapshot record of the unknown table {table!r}")
+
+    @classmethod
+    def from_records(cls, sequence: int, records: Iterable[tuple[bytes, bytes]]) -> Self:
+        """The state that these records were taken from, at ``sequence``."""
+        state = cls()
+        state.sequence = sequence
+        try:
+            for record_id, value in records:
+                state._read(record_id, value)
+        except (cbor2.CBORDecodeError, KeyError, TypeError, ValueError) as error:
+            raise JournalDamagedError(f"a snapshot record does not decode: {error}") from error
+        state._derive()
+        return state
+
+    def _read(self, record_id: bytes, value: bytes) -> None:
+        table, rest = record_id[:1], record_id[1:]
+        values = cbor2.loads(value)
+        match table:
+            case entries.BLOCKS:
+                self.blocks[rest] = read_entry(values)
+            case entries.SIDECARS:
+                self.sidecars[rest] = read_entry(values)
+            case entries.HOLES:
+                key, parent, namespace = values
+                self.holes[rest] = Hole(key=key, parent=parent, namespace=namespace)
+            case entries.STAGED:
+                name, key, generation, nbytes = values
+                file = read_file_name(name)
+                self.staged[file] = StagedFile(
+                    file=file, key=key, generation=generation, nbytes=nbytes
+                )
+            case entries.DOOMED:
+                name, nbytes, allocated_bytes, reason, refusals = values
+                file = read_file_name(name)
+                self.doomed[file] = DoomedFile(
+                    file=file,
+                    nbytes=nbytes,
+                    allocated_bytes=allocated_bytes,
+                    reason=reason,
+                    refusals=refusals,
+                )
+            case entries.QUARANTINED:
+                *entry_values, reason = values
+                kept = QuarantinedFile(entry=read_entry(entry_values), reason=reason)
+                self.quarantined[kept.file] = kept
+            case entries.SEGMENTS:
+                first, last, allocated_bytes, digest = values
+                self.segments[first] = Segment(
+                    first=first, last=last, allocated_bytes=allocated_bytes, digest=digest
+                )
+            case entries.NAMESPACES:
+                self.namespaces[rest] = tuple((name, text) for name, text in values)
+            case entries.SETTINGS:
+                self.settings[rest.decode()] = values
+            case entries.PINS:
+                self.pins.add(rest)
+            case entries.EPOCHS:
+                self.epoch, *unswept = values
+                self.unswept = set(unswept)
+            case entries.OPENING:
+                epoch, pid, boot_id, versions, wall_ns = values
+                self.opening = Opening(
+                    epoch=epoch, pid=pid, boot_id=boot_id, versions=versions, wall_ns=wall_ns
+                )
+            case _:
+                raise JournalDamagedError(f"a snapshot record of the unknown table {table!r}")
+
+    def _derive(self) -> None:
+        for below in (*self.blocks.values(), *self.holes.values()):
+            above = self.blocks.get(below.parent) or self.holes.get(below.parent)
+            if above is not None:
+                above.child_count += 1
+        self.population = Counter(entry.namespace for entry in self.blocks.values())
+        self._leaves = [
+            (entry.recency, entry.key) for entry in self.blocks.values() if not entry.child_count
+        ]
+        heapq.heapify(self._leaves)
+        self.used_bytes = self.sum_of_charges()
+
+    def sum_of_charges(self) -> int:
+        """``used_bytes``, added up anew."""
+        return (
+            sum(entry.allocated_bytes for entry in self.blocks.values())
+            + sum(entry.allocated_bytes for entry in self.sidecars.values())
+            + sum(doomed.allocated_bytes for doomed in self.doomed.values())
+            + sum(kept.entry.allocated_bytes for kept in self.quarantined.values())
+            + sum(segment.allocated_bytes for segment in self.segments.values())
+        )
+
+    def _known(self, record_id: bytes) -> tuple[bytes, bytes]:
+        value = self.record(record_id)
+        assert value is not None
+        return record_id, value
+
+
+def _records(things: Iterable[Recorded]) -> Iterator[tuple[bytes, bytes]]:
+    for thing in things:
+        yield thing.record_id, thing.record()
+
+
+def _value(thing: Recorded | None) -> bytes | None:
+    return None if thing is None else thing.record()
+
+
+def _file_of(identity: bytes) -> FileName:
+    return FileName(
+        Kind(identity[0]),
+        int.from_bytes(identity[1:5], "big"),
+        int.from_bytes(identity[5:9], "big"),
+    )

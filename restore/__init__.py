@@ -1,0 +1,1 @@
+"""From a prompt to live cache objects: identity, candidates, verified reading."""

@@ -1,0 +1,78 @@
+"""walkback: a durable, crash-safe, bounded prefix cache for MLX language models, hybrids first.
+
+Names are resolved when they are first used: a bare ``import walkback`` loads neither mlx nor lmdb.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .integration.binding import BoundModel, Restoration
+    from .integration.cache import Cache, open_cache
+    from .integration.generation import generate_step, stream_generate
+    from .integration.recording import MutableRecording
+    from .journal.errors import (
+        CacheClosedError,
+        CacheLockedError,
+        FormatError,
+        NotRecordedError,
+        RootRefusedError,
+        SettingsError,
+        WalkbackError,
+    )
+    from .journal.words import MissReason, NotStoredReason
+    from .store.boundary import NotStored
+    from .store.statistics import Statistics
+
+_HOMES = {
+    "BoundModel": "integration.binding",
+    "Cache": "integration.cache",
+    "CacheClosedError": "journal.errors",
+    "CacheLockedError": "journal.errors",
+    "FormatError": "journal.errors",
+    "MissReason": "journal.words",
+    "MutableRecording": "integration.recording",
+    "NotRecordedError": "journal.errors",
+    "NotStored": "store.boundary",
+    "NotStoredReason": "journal.words",
+    "Restoration": "integration.binding",
+    "RootRefusedError": "journal.errors",
+    "SettingsError": "journal.errors",
+    "Statistics": "store.statistics",
+    "WalkbackError": "journal.errors",
+    "generate_step": "integration.generation",
+    "open_cache": "integration.cache",
+    "stream_generate": "integration.generation",
+}
+
+__all__ = [
+    "BoundModel",
+    "Cache",
+    "CacheClosedError",
+    "CacheLockedError",
+    "FormatError",
+    "MissReason",
+    "MutableRecording",
+    "NotRecordedError",
+    "NotStored",
+    "NotStoredReason",
+    "Restoration",
+    "RootRefusedError",
+    "SettingsError",
+    "Statistics",
+    "WalkbackError",
+    "generate_step",
+    "open_cache",
+    "stream_generate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{home}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

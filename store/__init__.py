@@ -1,0 +1,1 @@
+"""What stands on disk: payload files, the one write ordering, budget, eviction, recovery."""

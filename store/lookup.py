@@ -1,0 +1,149 @@
+"""What a restore sees: live entries and payloads on their way, and how it keeps them from going."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ..journal.entries import Entry
+from ..journal.words import FileName, Kind
+from .boundary import Claim, Writing
+from .core import MutableCore
+from .staging import release_memory
+from .tensors import Tensor
+
+Choice = TypeVar("Choice")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """A payload that can be read: from its file, or while it is being stored from its buffers.
+
+    ``sequence`` is its Committed's, 0 while there is none.
+    """
+
+    kind: Kind
+    key: bytes
+    parent: bytes
+    namespace: bytes
+    start: int
+    end: int
+    generation: int
+    file: FileName | None
+    nbytes: int
+    header_digest: bytes
+    plan_digest: bytes
+    sequence: int
+    tensors: Sequence[Tensor] | None = None
+
+
+class View:
+    """The entries as a lookup may see them. Valid only inside ``MutableStore.choose``."""
+
+    def __init__(self, core: MutableCore) -> None:
+        self._core = core
+
+    def namespaces(self) -> dict[bytes, tuple[tuple[str, str], ...]]:
+        """The fields of every namespace that was ever bound."""
+        return self._core.state.namespaces
+
+    def block_count(self, namespace: bytes | None = None) -> int:
+        """How many blocks are live, in all or in one namespace."""
+        state = self._core.state
+        return len(state.blocks) if namespace is None else state.population[namespace]
+
+    def block(self, key: bytes) -> Located | None:
+        return self._find(Kind.BLOCK, key)
+
+    def sidecar(self, key: bytes) -> Located | None:
+        return self._find(Kind.SIDECAR, key)
+
+    def _find(self, kind: Kind, key: bytes) -> Located | None:
+        overlay = self._core.overlay
+        on_its_way = overlay.in_flight.get((kind, key))
+        if on_its_way is not None and on_its_way.writing.is_handed_over:
+            return _located_writing(on_its_way.writing)
+        entry = self._core.state.entry(kind, key)
+        if entry is None or (kind, key) in overlay.victims:
+            return None
+        return _located_entry(entry)
+
+
+@dataclass(slots=True)
+class Lease:
+    """Keeps what a restore is about to read from being evicted, unlinked or released."""
+
+    keys: tuple[bytes, ...] = ()
+    files: tuple[FileName, ...] = ()
+    claims: list[Claim] = field(default_factory=list[Claim])
+    is_released: bool = False
+
+
+def lease_choice(
+    core: MutableCore, choose: Callable[[View], tuple[Choice, Sequence[Located]]]
+) -> tuple[Choice, Lease]:
+    """Choose what to read and lease it. Needs the lock, so that nothing goes in between."""
+    choice, located = choose(View(core))
+    lease = Lease(
+        keys=tuple(each.key for each in located),
+        files=tuple(each.file for each in located if each.file is not None),
+    )
+    core.overlay.hold(lease.keys)
+    core.overlay.leased.update(lease.files)
+    for each in located:
+        if each.tensors is not None:
+            claim = core.overlay.in_flight[each.kind, each.key].claim
+            claim.readers += 1
+            lease.claims.append(claim)
+    return choice, lease
+
+
+def release_lease(core: MutableCore, lease: Lease) -> None:
+    """End a lease. Needs the lock. Releasing twice is harmless."""
+    if lease.is_released:
+        return
+    lease.is_released = True
+    core.overlay.let_go(lease.keys)
+    for file in lease.files:
+        core.overlay.leased[file] -= 1
+        if not core.overlay.leased[file]:
+            del core.overlay.leased[file]
+    for claim in lease.claims:
+        claim.readers -= 1
+        release_memory(core, claim)
+    core.lock.notify_all()
+
+
+def _located_entry(entry: Entry) -> Located:
+    return Located(
+        kind=entry.kind,
+        key=entry.key,
+        parent=entry.parent,
+        namespace=entry.namespace,
+        start=entry.start,
+        end=entry.end,
+        generation=entry.generation,
+        file=entry.file,
+        nbytes=entry.nbytes,
+        header_digest=entry.header_digest,
+        plan_digest=entry.plan_digest,
+        sequence=entry.sequence,
+    )
+
+
+def _located_writing(writing: Writing) -> Located:
+    part, description = writing.part, writing.description
+    return Located(
+        kind=part.kind,
+        key=part.key,
+        parent=part.parent,
+        namespace=description.namespace,
+        start=part.start,
+        end=part.end,
+        generation=writing.generation,
+        file=None,
+        nbytes=part.nbytes,
+        header_digest=b"",
+        plan_digest=description.plan_digest,
+        sequence=0,
+        tensors=writing.tensors,
+    )

@@ -1,0 +1,342 @@
+"""``walkback demo``: the whole path on a real hybrid architecture, with an oracle beside it."""
+
+# mlx-lm has no types of its own, and mlx's stubs leave the arguments of eval untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import json
+import os
+import resource
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+from mlx_lm.utils import load_model
+from rich.console import Console
+from rich.table import Table
+
+from ..integration.binding import BoundModel
+from ..integration.cache import Cache
+from ..integration.tiny import TINY_QWEN3_5, write_tiny_model
+from ..journal.events import Record
+from ..journal.words import Kind
+from ..store.audit import Audit
+from ..store.findings import findings
+from ..store.statistics import holdings_of
+from .demo_run import GREEDY_TOKENS, Run, Setup, made_up_prompt, run_prompt, vocabulary_of
+
+_COLUMNS = ("prompt_tokens", "endpoint_tokens", "uncached_tokens", "sidecars", "walkbacks")
+_TIMES = ("header_ms", "bytes_ms", "prefill_s", "first_token_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """One row: a prompt, where it must resume, and what is done to the cache before it."""
+
+    name: str
+    prompt: list[int]
+    endpoint: int
+    walkbacks: int = 0
+    before: Callable[[Cache, BoundModel], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    run: Run
+    equal: bool
+    # What is not as it must be, in words.
+    faults: list[str]
+
+    def fields(self) -> dict[str, Any]:
+        fields = self.run.fields()
+        shown = {name: fields[name] for name in ("run", *_COLUMNS)}
+        return shown | {name: round(fields[name], 4) for name in _TIMES} | {"equal": self.equal}
+
+
+def demo(
+    model: Annotated[
+        Path | None, typer.Option(help="A local MLX model to run on, instead of a tiny one.")
+    ] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Keep the cache in this directory.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print rows as JSON lines.")] = False,
+    block_tokens: Annotated[int, typer.Option(help="KV is cut in blocks of so many tokens.")] = 256,
+    checkpoint_tokens: Annotated[
+        int, typer.Option(help="Prefill stops and keeps its state every so many tokens.")
+    ] = 512,
+) -> None:
+    """Run a hybrid model over a cache through rewinds, edits, damage and a kill, and compare.
+
+    Each row must resume where it should, and give the same bits as mlx-lm alone. Exit status 1 if
+    one does not, or if an invariant of the cache is broken.
+    """
+    progress = Console(stderr=True)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="walkback-demo-")))
+        if model is None:
+            progress.print("making a tiny random-weight Qwen3.5: Gated DeltaNet and attention")
+            model = scratch / "model"
+            write_tiny_model(model, config=TINY_QWEN3_5)
+        setup = Setup(
+            directory=(directory or scratch / "cache").absolute(),
+            model_dir=model.absolute(),
+            block_tokens=block_tokens,
+            checkpoint_tokens=checkpoint_tokens,
+            salt=f"demo {secrets.token_hex(8)}",
+        )
+        ask = stack.enter_context(_oracle(setup))
+        rows, summary = _run_all(setup, scratch, ask, progress, as_json=as_json)
+    summary["faults"] = [f"{row.run.run}: {fault}" for row in rows for fault in row.faults]
+    if as_json:
+        print(json.dumps({"summary": summary}), flush=True)
+    else:
+        _print(rows, summary)
+    if summary["faults"] or summary["violations"]:
+        raise typer.Exit(1)
+
+
+def _run_all(
+    setup: Setup,
+    scratch: Path,
+    ask: Callable[[list[int]], dict[str, Any]],
+    progress: Console,
+    *,
+    as_json: bool,
+) -> tuple[list[_Row], dict[str, Any]]:
+    model: Any = load_model(setup.model_dir)[0]
+    vocabulary = vocabulary_of(model)
+    rows: list[_Row] = []
+
+    def add(case: _Case, run: Run) -> None:
+        rows.append(_judged(case, run, ask(case.prompt)))
+        if as_json:
+            print(json.dumps(rows[-1].fields()), flush=True)
+
+    with setup.open() as cache:
+        bound = cache.bind(model, setup.model_dir)
+        first = made_up_prompt(_first_tokens(setup), seed=1, vocabulary=vocabulary)
+        cases = list(_cases(setup, first, vocabulary, rows))
+        for number, make in enumerate(cases, start=1):
+            case = make()
+            progress.print(f"{number:2} of {len(cases) + 1}  {case.name}")
+            if case.before is not None:
+                case.before(cache, bound)
+            add(case, run_prompt(bound, case.name, case.prompt))
+            cache.flush()
+        statistics = cache.statistics()
+    name = "fresh process after SIGKILL"
+    progress.print(f"{len(cases) + 1:2} of {len(cases) + 1}  {name}")
+    victim = made_up_prompt(_first_tokens(setup), seed=2, vocabulary=vocabulary)
+    _kill_while_storing(setup, scratch, victim)
+    case = _Case(name=name, prompt=first, endpoint=4 * setup.checkpoint_tokens)
+    add(case, _replay_in_a_fresh_process(setup, scratch, first))
+    with Audit.open(setup.directory) as audit:
+        assert audit.state is not None, audit.damage
+        holdings = holdings_of(audit.state)
+        events = Counter(
+            type(record.event).__name__ for record in audit.records() if isinstance(record, Record)
+        )
+        summary: dict[str, Any] = {
+            "sidecar_count": holdings.sidecar_count,
+            "sidecar_bytes": holdings.sidecar_bytes,
+            "block_count": holdings.block_count,
+            "block_bytes": holdings.block_bytes,
+            "staging_bytes_high_water": statistics.staging_bytes_high_water,
+            "backpressure_seconds": round(statistics.backpressure_seconds, 4),
+            "peak_rss_bytes": _peak_rss_bytes(),
+            "events": dict(events),
+            "violations": [finding.text for finding in findings(audit)],
+        }
+    return rows, summary
+
+
+def _first_tokens(setup: Setup) -> int:
+    """The first prompt: four checkpoints and a rest."""
+    return 4 * setup.checkpoint_tokens + setup.checkpoint_tokens // 3
+
+
+def _cases(
+    setup: Setup, first: list[int], vocabulary: int, rows: list[_Row]
+) -> Iterator[Callable[[], _Case]]:
+    """The rows, in order, each made when its turn comes: a next turn needs the answer before it."""
+    stride = setup.checkpoint_tokens
+
+    def more(token_count: int, seed: int) -> list[int]:
+        return made_up_prompt(token_count, seed=seed, vocabulary=vocabulary)
+
+    yield lambda: _Case(name="cold", prompt=first, endpoint=0)
+    yield lambda: _Case(name="exact replay", prompt=first, endpoint=4 * stride)
+    for checkpoint in (3, 2, 1):
+        length = checkpoint * stride + stride // 2
+        yield lambda length=length, checkpoint=checkpoint: _Case(
+            name=f"rewind to {length}", prompt=first[:length], endpoint=checkpoint * stride
+        )
+    yield lambda: _Case(
+        name="next turn",
+        prompt=[*first, *rows[0].run.tokens, *more(stride // 4, seed=3)],
+        endpoint=4 * stride,
+    )
+    middle = 2 * stride + stride // 4
+    yield lambda: _Case(
+        name=f"edit at {middle}",
+        prompt=[*first[:middle], *more(8, seed=4), *first[middle + 8 :]],
+        endpoint=2 * stride,
+    )
+    yield lambda: _Case(
+        name="newest sidecar deleted",
+        prompt=first,
+        endpoint=3 * stride,
+        walkbacks=1,
+        before=lambda cache, bound: _sidecar_path(cache, bound, first).unlink(),
+    )
+    yield lambda: _Case(
+        name="newest sidecar: a byte flipped",
+        prompt=first,
+        endpoint=3 * stride,
+        walkbacks=1,
+        before=lambda cache, bound: _flip_a_byte(_sidecar_path(cache, bound, first)),
+    )
+    yield lambda: _Case(
+        name=f"exactly {3 * stride} tokens", prompt=first[: 3 * stride], endpoint=2 * stride
+    )
+
+
+def _judged(case: _Case, run: Run, answer: dict[str, Any]) -> _Row:
+    faults: list[str] = []
+    equal = run.logits == answer["logits"] and run.tokens == answer["tokens"]
+    if not equal:
+        faults.append("differs from mlx-lm alone")
+    if run.endpoint_tokens != case.endpoint:
+        faults.append(f"resumed from {run.endpoint_tokens}, not from {case.endpoint}")
+    if run.walkbacks != case.walkbacks:
+        faults.append(f"walked back {run.walkbacks} times, not {case.walkbacks}")
+    return _Row(run=run, equal=equal, faults=faults)
+
+
+@contextmanager
+def _oracle(setup: Setup) -> Generator[Callable[[list[int]], dict[str, Any]]]:
+    """mlx-lm alone, in a process of its own. Equal prompts are computed once."""
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("oracle.py").resolve()),
+        str(setup.model_dir),
+        str(setup.checkpoint_tokens),
+        str(GREEDY_TOKENS),
+    ]
+    answers: dict[tuple[int, ...], dict[str, Any]] = {}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+
+        def ask(prompt: list[int]) -> dict[str, Any]:
+            key = tuple(prompt)
+            if key not in answers:
+                assert child.stdin is not None and child.stdout is not None
+                child.stdin.write(json.dumps(prompt) + "\n")
+                child.stdin.flush()
+                line = child.stdout.readline()
+                if not line:
+                    raise RuntimeError("the oracle process ended; its message is above")
+                answers[key] = json.loads(line)
+            return answers[key]
+
+        try:
+            yield ask
+        finally:
+            child.kill()
+
+
+def _sidecar_path(cache: Cache, bound: BoundModel, prompt: list[int]) -> Path:
+    """The file of the newest sidecar of a prompt: what somebody else would find on the disk."""
+    endpoint = bound.grid.stops(len(prompt))[-1]
+    state = {
+        entry.key: entry
+        for entry in cache.store.entries(Kind.SIDECAR)
+        if entry.end == endpoint and entry.namespace == bound.namespace
+    }
+    entry = next(state[link.key] for link in bound.chain(prompt) if link.key in state)
+    assert entry.file is not None
+    return cache.store.files.root / entry.file.path
+
+
+def _flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 0x10
+    path.write_bytes(content)
+
+
+def _worker(setup: Setup, scratch: Path, role: str, prompt: list[int]) -> list[str]:
+    prompt_file = scratch / f"{role}.json"
+    prompt_file.write_text(json.dumps(prompt))
+    command = [sys.executable, "-m", "walkback.tools.demo_worker", role]
+    return [*command, setup.to_json(), str(prompt_file)]
+
+
+def _kill_while_storing(setup: Setup, scratch: Path, prompt: list[int]) -> None:
+    """Start a process that stores another prompt, and kill it in the middle of that."""
+    command = _worker(setup, scratch, "victim", prompt)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        lines: IO[str] | None = child.stdout
+        assert lines is not None
+        stored = [lines.readline() for _ in range(2)]
+        os.kill(child.pid, signal.SIGKILL)
+    if not all(line.startswith("storing") for line in stored):
+        raise RuntimeError("the process that was to be killed ended before; its message is above")
+
+
+def _replay_in_a_fresh_process(setup: Setup, scratch: Path, prompt: list[int]) -> Run:
+    done = subprocess.run(
+        _worker(setup, scratch, "replay", prompt), stdout=subprocess.PIPE, text=True, check=True
+    )
+    return Run(**json.loads(done.stdout))
+
+
+def _peak_rss_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _print(rows: list[_Row], summary: dict[str, Any]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    table = Table("run", *(_heading(each) for each in (*_COLUMNS, *_TIMES)), "equal")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        fields = row.fields()
+        table.add_row(
+            row.run.run,
+            *(f"{fields[name]:,}" for name in _COLUMNS),
+            *(f"{fields[name]:.2f}" for name in _TIMES),
+            "yes" if row.equal else "NO",
+        )
+    console.print(table)
+    mib = 1 << 20
+    console.print(
+        f"sidecars {summary['sidecar_count']}, {summary['sidecar_bytes'] / mib:.1f} MiB; "
+        f"blocks {summary['block_count']}, {summary['block_bytes'] / mib:.1f} MiB; "
+        f"staging peak {summary['staging_bytes_high_water'] / mib:.2f} MiB, "
+        f"backpressure {summary['backpressure_seconds']:.2f} s; "
+        f"peak RSS {summary['peak_rss_bytes'] / mib:,.0f} MiB"
+    )
+    events = ", ".join(f"{name} {count}" for name, count in sorted(summary["events"].items()))
+    console.print(f"events: {events}")
+    for fault in [*summary["faults"], *summary["violations"]]:
+        console.print(f"[bold red]fault:[/] {fault}")
+    if not summary["violations"]:
+        console.print("invariants: all hold")
+
+
+def _heading(name: str) -> str:
+    words, _, unit = name.rpartition("_")
+    if unit == "tokens":
+        return words
+    return f"{words.replace('_', ' ')} {unit}" if words else name
