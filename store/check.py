@@ -24,6 +24,13 @@ def violations(
     files may be on their way to being swept, and are passed over unless ``in_flight`` is given.
     """
     yield from invariants.violations(state)
+    yield from violations_on_disk(state, files, in_flight=in_flight)
+
+
+def violations_on_disk(
+    state: State, files: Files, *, in_flight: Set[FileName] | None = None
+) -> Iterator[str]:
+    """As ``violations``, of the files alone."""
     expected = {
         entry.file: entry
         for table in (state.blocks, state.sidecars)

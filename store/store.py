@@ -11,13 +11,15 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from ..journal import invariants
 from ..journal.entries import Entry
 from ..journal.errors import CacheClosedError, WalkbackError
 from ..journal.events import Missed, Restored
 from ..journal.files import Files
+from ..journal.state import State
 from ..journal.words import Kind, NotStoredReason
 from .boundary import Boundary, Claim, NotStored
-from .check import violations
+from .check import violations_on_disk
 from .claims import make_claim
 from .committer import MutableCommitter
 from .core import Clock, Mode, MutableCore
@@ -273,16 +275,18 @@ class MutableStore:
 
     def violations(self) -> Iterator[str]:
         """Every broken invariant, of the state and of the disk. Best asked when nothing runs."""
-        with self._core.lock:
-            yield from violations(
-                self._core.state,
-                self._core.files,
-                in_flight={
-                    each.writing.file
-                    for each in self._core.overlay.in_flight.values()
-                    if each.writing.file is not None
-                },
-            )
+        core = self._core
+        with core.lock:
+            found = list(invariants.violations(core.state))
+            copy = State.from_records(core.state.sequence, list(core.state.records()))
+            in_flight = {
+                each.writing.file
+                for each in core.overlay.in_flight.values()
+                if each.writing.file is not None
+            }
+        yield from found
+        # The disk is looked at without the lock, so a store that is busy meanwhile may show.
+        yield from violations_on_disk(copy, core.files, in_flight=in_flight)
 
     def close(self) -> None:
         """Store what was put, end the epoch and let go of the directory. Closing twice is harmless.

@@ -1090,3 +1090,24 @@ def test_settings_that_make_no_sense_make_no_directory(
         walkback.open_cache(tmp_path / "cache", **options)
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_mlx_lm_is_as_it_was_for_whoever_does_not_call_walkback(tmp_path: Path) -> None:
+    """It is opted into by calling it: nothing of mlx-lm is replaced, with a cache open or not."""
+    code = """
+import sys
+from pathlib import Path
+import mlx_lm.generate
+from mlx_lm.models import cache
+modules = [sys.modules["mlx_lm.generate"], cache]
+before = [dict(vars(module)) for module in modules]
+import walkback
+from zoo import build
+with walkback.open_cache(Path(sys.argv[1]) / "cache", free_floor_bytes=0) as opened:
+    opened.bind(build("lfm2"))
+    sys.exit([dict(vars(module)) for module in modules] != before)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
