@@ -69,15 +69,14 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
-    """A payload is durable under its final name, and from here on it exists.
+class Payload:
+    """What the two events that make an entry say of it.
 
     ``parent`` is the parent block's key, or the namespace for the first block. ``start`` and
     ``end`` are token positions; a sidecar's are both its boundary. A block without bytes has no
     ``file``.
     """
 
-    TAG: ClassVar[int] = 11
     kind: Kind
     key: bytes
     parent: bytes
@@ -91,6 +90,13 @@ class Committed:
     header_digest: bytes
     plan_digest: bytes
     prefill_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(Payload):
+    """A payload is durable under its final name, and from here on it exists."""
+
+    TAG: ClassVar[int] = 11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,23 +175,10 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adopted:
-    """Reconciling found a verified payload that no event named. The fields are Committed's."""
+class Adopted(Payload):
+    """Reconciling found a verified payload that no event named."""
 
     TAG: ClassVar[int] = 19
-    kind: Kind
-    key: bytes
-    parent: bytes
-    namespace: bytes
-    start: int
-    end: int
-    generation: int
-    file: FileName | None
-    nbytes: int
-    allocated_bytes: int
-    header_digest: bytes
-    plan_digest: bytes
-    prefill_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,5 @@
 """What a restore does about an entry that it could not use."""
 
-from collections.abc import Callable
-
 from ..journal.errors import WalkbackError
 from ..journal.events import Event, Evicted, Lost, Quarantined
 from ..journal.words import EvictReason, Kind
@@ -24,21 +22,7 @@ class Damage:
 
     def quarantine(self, located: Located, reason: str) -> None:
         """Take an entry that did not verify out of the index; its file is put aside."""
-
-        def build() -> list[Event]:
-            if not self._is_still(located):
-                return []
-            return [
-                *self._pair_of(located),
-                Quarantined(
-                    kind=located.kind,
-                    key=located.key,
-                    generation=located.generation,
-                    reason=reason[:200],
-                ),
-            ]
-
-        self._change(build)
+        self._take_out(Quarantined, located, reason)
         with self._core.lock:
             if located.file is not None and located.file in self._core.state.quarantined:
                 self._core.overlay.to_move.add(located.file)
@@ -46,21 +30,7 @@ class Damage:
 
     def lose(self, located: Located, reason: str) -> None:
         """Take an entry whose file is not there out of the index."""
-
-        def build() -> list[Event]:
-            if not self._is_still(located):
-                return []
-            return [
-                *self._pair_of(located),
-                Lost(
-                    kind=located.kind,
-                    key=located.key,
-                    generation=located.generation,
-                    reason=reason[:200],
-                ),
-            ]
-
-        self._change(build)
+        self._take_out(Lost, located, reason)
 
     def suspect(self, located: Located) -> None:
         """Have an entry that could not be read stored again when its boundary comes by."""
@@ -94,9 +64,24 @@ class Damage:
             )
         ]
 
-    def _change(self, build: Callable[[], list[Event]]) -> None:
-        """A change that a restore asks for; it goes on if the journal does not take it."""
+    def _take_out(
+        self, event: type[Quarantined] | type[Lost], located: Located, reason: str
+    ) -> None:
+        def build() -> list[Event]:
+            if not self._is_still(located):
+                return []
+            return [
+                *self._pair_of(located),
+                event(
+                    kind=located.kind,
+                    key=located.key,
+                    generation=located.generation,
+                    reason=reason[:200],
+                ),
+            ]
+
         try:
             self._committer.change(build)
         except WalkbackError as error:
+            # The restore that asks for it goes on.
             self._core.counts.events[f"unrecorded: {type(error).__name__}"] += 1

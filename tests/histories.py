@@ -1,5 +1,6 @@
 """Histories that can be true: events made up one by one, each legal for the state before it."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -234,7 +235,7 @@ def _adopt(history: Historian, pick: int) -> None:
         history.file(Kind.BLOCK),
         1 if older is None else older.generation + 1,
     )
-    fields = {name: getattr(committed, name) for name in Committed.__slots__}
+    fields = {each.name: getattr(committed, each.name) for each in dataclasses.fields(Committed)}
     history.say(Adopted(**fields))
 
 
