@@ -2,7 +2,8 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, NamedTuple, cast
@@ -92,7 +93,11 @@ class BoundModel:
         layout = self.layout
         if layout is None:
             outcome: Resumed[_Made] | NotResumed = self._failed(
-                request, chain, len(token_ids), self.unsupported
+                request,
+                chain,
+                len(token_ids),
+                self.unsupported,
+                reason=MissReason.UNSUPPORTED_LAYOUT,
             )
         else:
             lookup = Lookup(
@@ -197,7 +202,13 @@ class BoundModel:
             return self._failed(lookup.request, lookup.chain, lookup.prompt_tokens, detail)
 
     def _failed(
-        self, request: int, chain: Sequence[BlockLink], prompt_tokens: int, detail: str
+        self,
+        request: int,
+        chain: Sequence[BlockLink],
+        prompt_tokens: int,
+        detail: str,
+        *,
+        reason: MissReason = MissReason.FAILED,
     ) -> NotResumed:
         """A miss that no entry is to blame for; the journal is told as of any other."""
         self._store.note_missed(
@@ -207,27 +218,39 @@ class BoundModel:
                 block_count=len(chain),
                 prompt_tokens=prompt_tokens,
                 walkbacks=0,
-                reason=MissReason.FAILED,
+                reason=reason,
                 detail=detail[:200],
             )
         )
-        return NotResumed(reason=MissReason.FAILED, detail=detail)
+        return NotResumed(reason=reason, detail=detail)
 
     def _plan_digest(self, resumed: Resumed[_Made] | None) -> bytes:
         """The digest of the plan that the rest of the prompt continues."""
         if resumed is None:
             return plan_start(self.grid)
-        stored = resumed.tip.plan_digest
+        stored = resumed.plan_digest
         if resumed.endpoint % self.grid.checkpoint_tokens == 0:
             return stored
         # Cut inside a stride: from here on the chunks are not those of the stored plan.
         return plan_after(stored, resumed.endpoint)
 
 
-def token_ids_of(prompt: Sequence[int] | mx.array) -> list[int]:
-    """A prompt as a list of integers; ValueError for an array of more than one dimension."""
-    if isinstance(prompt, mx.array):
-        if prompt.ndim != 1:
-            raise ValueError(f"a prompt has one dimension, not {prompt.ndim}")
-        prompt = cast("list[int]", prompt.tolist())
-    return list(prompt)
+def token_ids_of(prompt: Any) -> list[int]:
+    """A prompt as a list of integers: a sequence of them, or an mlx or NumPy array.
+
+    ValueError for anything else, which names the first token id that is none.
+    """
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable):
+        raise ValueError(f"a prompt is a sequence of token ids, not {type(prompt).__name__}")
+    items = cast(Any, prompt)
+    dimensions = getattr(items, "ndim", 1)
+    if dimensions != 1:
+        raise ValueError(f"a prompt has one dimension, not {dimensions}")
+    values: list[Any] = items.tolist() if hasattr(items, "tolist") else list(items)
+    try:
+        return list(map(operator.index, values))
+    except TypeError:
+        position = next(at for at, each in enumerate(values) if not hasattr(each, "__index__"))
+        raise ValueError(
+            f"token id {position} is {values[position]!r}, which is not an integer"
+        ) from None

@@ -16,16 +16,23 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..journal.errors import UnsupportedLayoutError, WalkbackError
+from ..journal.errors import SettingsError, UnsupportedLayoutError, WalkbackError
 from ..restore.identity import Namespace
 from ..restore.plan import GRID_TOKENS, Grid
 from ..store.core import Clock
 from ..store.memo import load_memo, save_memo
+from ..store.operator import Operator
 from ..store.settings import GIB, StoreSettings, staging_bytes_for
 from ..store.statistics import Statistics
 from ..store.store import MutableStore
 from .binding import BoundModel
-from .fingerprint import fingerprint_adapter, fingerprint_parameters, fingerprint_weights
+from .fingerprint import (
+    combined,
+    fingerprint_adapter,
+    fingerprint_parameters,
+    fingerprint_structure,
+    fingerprint_weights,
+)
 from .probe import learn_layout
 
 log = logging.getLogger("walkback")
@@ -52,12 +59,14 @@ class Cache:
         """Bind a model: learn its layout by a probe forward and fingerprint its weights.
 
         ``weights`` is the model's local directory; without one the parameters in memory are hashed,
-        at every binding. ``shard`` is this process's part of how many, for a model that is spread
-        over machines, so that parts of one model never meet.
+        at every binding, which is what to do for weights that were changed in memory. ``adapter``
+        is the directory of the adapter that was loaded into the model. ``shard`` is this process's
+        part of how many, for a model that is spread over machines: parts of one never meet.
 
         A model whose cache has leaves that walkback does not store is bound all the same: it
         restores nothing, and each stop is a NotStored(unsupported_layout).
         """
+        self.store.require_open()
         make = make_cache or (lambda: make_prompt_cache(model))
         try:
             layout = learn_layout(model, make)
@@ -106,6 +115,11 @@ class Cache:
             requests=self._requests,
         )
 
+    @property
+    def operator(self) -> Operator:
+        """Pins, purges, reports of bad entries, the budget: what an operator does to a cache."""
+        return self.store.operator
+
     def flush(self) -> None:
         """Return when all that was recorded is durable or refused."""
         self.store.flush()
@@ -133,15 +147,17 @@ class Cache:
             return fingerprint_parameters(model)
         memo = load_memo(self.store.files)
         known = len(memo)
-        fingerprint = fingerprint_weights(Path(weights), memo)
+        fingerprint = fingerprint_weights(Path(weights).expanduser(), memo)
         if len(memo) != known:
             self._remember(memo)
-        return fingerprint
+        return combined(fingerprint, fingerprint_structure(model))
 
     def _adapter_fingerprint(self, adapter: str | Path | None) -> bytes:
         memo = load_memo(self.store.files)
         known = len(memo)
-        fingerprint = fingerprint_adapter(None if adapter is None else Path(adapter), memo)
+        fingerprint = fingerprint_adapter(
+            None if adapter is None else Path(adapter).expanduser(), memo
+        )
         if len(memo) != known:
             self._remember(memo)
         return fingerprint
@@ -182,6 +198,8 @@ def open_cache(
         FormatError: a newer walkback wrote it.
         SettingsError: settings that make no sense together.
     """
+    if not isinstance(salt, str):  # pyright: ignore[reportUnnecessaryIsInstance] callers lack types
+        raise SettingsError(f"salt is {salt!r}; it must be a str")
     grid = Grid(block_tokens=block_tokens, checkpoint_tokens=checkpoint_tokens)
     defaults = StoreSettings()
     settings = StoreSettings(
@@ -191,5 +209,14 @@ def open_cache(
         is_staging_fixed=staging_bytes is not None,
     )
     versions = f"walkback {version('walkback')}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
-    store = MutableStore.open(Path(directory), settings, versions=versions, clock=clock)
+    root = Path(directory).expanduser()
+    store = MutableStore.open(root, settings, versions=versions, clock=clock)
+    free_bytes = store.files.free_bytes()
+    if free_bytes < free_floor_bytes:
+        log.warning(
+            "nothing will be stored: %s has %d MiB free, and free_floor_bytes keeps %d MiB free",
+            root,
+            free_bytes >> 20,
+            free_floor_bytes >> 20,
+        )
     return Cache(store, grid, salt=salt)

@@ -27,6 +27,8 @@ READ_NBYTES = 8 * 1024 * 1024
 _WEIGHTS_DOMAIN = b"walkback weights 1"
 _ADAPTER_DOMAIN = b"walkback adapter 1"
 _PARAMETERS_DOMAIN = b"walkback parameters 1"
+_STRUCTURE_DOMAIN = b"walkback structure v1"
+_COMBINED_DOMAIN = b"walkback model v1"
 
 
 def fingerprint_weights(model_dir: Path, memo: MutableMapping[str, bytes]) -> bytes:
@@ -67,6 +69,24 @@ def fingerprint_parameters(model: nn.Module) -> bytes:
     return _digest(_PARAMETERS_DOMAIN, parts)
 
 
+def fingerprint_structure(model: nn.Module) -> bytes:
+    """32 bytes over the names, dtypes and shapes of all parameters; reads none of them.
+
+    Beside the weights' files it tells a model that is not what the files say: adapter layers that
+    were loaded into it, a quantisation at load, a directory of another model.
+    """
+    parts: list[bytes] = []
+    for name, parameter in sorted_parameters(model):
+        shape = ",".join(str(size) for size in parameter.shape)
+        parts += [name.encode(), str(parameter.dtype).encode(), shape.encode()]
+    return _digest(_STRUCTURE_DOMAIN, parts)
+
+
+def combined(weights: bytes, structure: bytes) -> bytes:
+    """One fingerprint of a model's files and of its structure in memory."""
+    return _digest(_COMBINED_DOMAIN, [weights, structure])
+
+
 def sorted_parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
     """All parameters with their dotted names, in the order of the names."""
     flat = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
@@ -77,7 +97,11 @@ def _fingerprint_directory(
     domain: bytes, directory: Path, config_name: str, memo: MutableMapping[str, bytes]
 ) -> bytes:
     if not directory.is_dir():
-        raise SettingsError(f"{directory} is no directory of a model or an adapter")
+        raise SettingsError(
+            f"{directory} is no directory of a model or an adapter on this machine. For a hub's "
+            "model pass the directory that it was downloaded to, or leave the directory out: then "
+            "the parameters in memory are hashed"
+        )
     if not (directory / config_name).is_file():
         raise SettingsError(f"{directory} has no {config_name}")
     # Copies made on a Mac leave ._name files behind, which are no weights.

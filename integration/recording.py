@@ -2,6 +2,7 @@
 
 import logging
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,9 @@ class MutableRecording:
         self._position = recorded.endpoint
         self._plan_digest = recorded.plan_digest
         self._last_time = time.monotonic()
-        self._held = recorded.held
+        # A recording that nobody finishes lets go all the same once it is garbage.
+        self._holding: list[tuple[bytes, ...]] = [recorded.held]
+        weakref.finalize(self, _let_go, recorded.store, self._holding)
         self._claims: list[Claim] = []
         self._is_over = False
         self.refusals: list[NotStored] = []
@@ -79,13 +82,14 @@ class MutableRecording:
             refusal = self._store(position, cache)
         if refusal is not None:
             self.refusals.append(refusal)
+        # What a stop costs is not prefill.
+        self._last_time = time.monotonic()
         return refusal
 
     def finish(self) -> None:
         """End the recording. What was captured goes on being stored. Twice is harmless."""
         self._is_over = True
-        self._recorded.store.let_go(self._held)
-        self._held = ()
+        self._hold(())
 
     def abort(self) -> None:
         """End the recording and wait until the store has let go of every buffer."""
@@ -105,11 +109,15 @@ class MutableRecording:
             refusal = NotStored(NotStoredReason.UNSUPPORTED_LAYOUT, recorded.unsupported)
         elif self._is_over:
             refusal = NotStored(NotStoredReason.ABORTED, "the recording is over")
-        elif position % recorded.grid.block_tokens or position <= self._position:
+        elif position % recorded.grid.block_tokens:
             refusal = NotStored(
                 NotStoredReason.OFF_GRID,
-                f"a stop at {position} after one at {self._position} is not on the grid of "
-                f"{recorded.grid.block_tokens} tokens",
+                f"a stop at {position} is not on the grid of {recorded.grid.block_tokens} tokens",
+            )
+        elif position <= self._position:
+            refusal = NotStored(
+                NotStoredReason.OFF_GRID,
+                f"a stop at {position} does not go on from {self._position}",
             )
         elif not recorded.chain or position > recorded.chain[-1].end:
             refusal = NotStored(NotStoredReason.OFF_GRID, f"{position} is beyond the prompt")
@@ -122,8 +130,7 @@ class MutableRecording:
         recorded = self._recorded
         store, layout = recorded.store, recorded.layout
         assert layout is not None
-        now = time.monotonic()
-        prefill_seconds, self._last_time = now - self._last_time, now
+        prefill_seconds = time.monotonic() - self._last_time
         self._plan_digest = plan_after(self._plan_digest, position)
         boundary = self._boundary(layout, position)
         self._position = position
@@ -212,9 +219,17 @@ class MutableRecording:
         recorded = self._recorded
         index = self._position // recorded.grid.block_tokens - 1
         held = (recorded.chain[index].key,) if index >= 0 and recorded.chain else ()
-        recorded.store.hold(held)
-        recorded.store.let_go(self._held)
-        self._held = held
+        self._hold(held)
+
+    def _hold(self, held: tuple[bytes, ...]) -> None:
+        self._recorded.store.hold(held)
+        self._recorded.store.let_go(self._holding[0])
+        self._holding[0] = held
+
+
+def _let_go(store: MutableStore, holding: list[tuple[bytes, ...]]) -> None:
+    store.let_go(holding[0])
+    holding[0] = ()
 
 
 def _capture(cache: Sequence[Any], layout: Layout, position: int, claim: Claim) -> Captured:

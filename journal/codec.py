@@ -39,12 +39,23 @@ class _Shape:
 
 
 def encode(record: Record) -> bytes:
-    """The bytes of a record, without its link."""
+    """The bytes of a record, without its link.
+
+    TypeError for a field of another type than its event says: once durable, such a record could
+    not be read again.
+    """
     event = record.event
     shape = _SHAPES[event.TAG]
     fields = [getattr(event, name) for name in shape.names]
     envelope = [VERSION, event.TAG, record.sequence, record.wall_ns, record.epoch]
-    return cbor2.dumps(envelope + fields)
+    data = cbor2.dumps(envelope + fields)
+    try:
+        is_whole = decode(data) == record
+    except JournalDamagedError as error:
+        raise TypeError(str(error)) from error
+    if not is_whole:
+        raise TypeError(f"{record} does not come back as it is")
+    return data
 
 
 def decode(data: bytes) -> Record:
@@ -52,9 +63,9 @@ def decode(data: bytes) -> Record:
     try:
         values: list[Any] = cbor2.loads(data)
         version, tag, sequence, wall_ns, epoch = values[:_ENVELOPE_LENGTH]
+        shape = _SHAPES.get(tag)
     except (cbor2.CBORDecodeError, TypeError, ValueError) as error:
         raise JournalDamagedError(f"a record does not decode: {error}") from error
-    shape = _SHAPES.get(tag)
     if version != VERSION or shape is None or len(values) - _ENVELOPE_LENGTH > len(shape.names):
         raise FormatError(
             f"event {sequence} has format {version} and tag {tag}, unknown to this walkback. "

@@ -17,12 +17,17 @@ class WalkbackError(Exception):
 class CacheLockedError(WalkbackError):
     """Another process has the cache open. ``pid`` is the holder's, or None if it could not say."""
 
-    def __init__(self, path: Path, pid: int | None) -> None:
-        holder = f"process {pid}" if pid is not None else "another process"
-        super().__init__(
-            f"{path} is open in {holder}; one process at a time can hold a cache. "
-            "Stop that process, or give this one a directory of its own."
-        )
+    def __init__(self, path: Path, pid: int | None, *, is_this_process: bool = False) -> None:
+        if is_this_process:
+            what = "is open in this process already. Use that one, or close it first."
+        else:
+            holder = f"process {pid}" if pid is not None else "another process"
+            what = (
+                f"is open in {holder}; one process at a time can hold a cache. "
+                "Stop that process, or give this one a directory of its own."
+            )
+        super().__init__(f"{path} {what}")
+        self.path = path
         self.pid = pid
 
 
@@ -47,6 +52,10 @@ class CacheClosedError(WalkbackError):
 
 
 # The disk or another program did these.
+
+
+class DiskFullError(WalkbackError):
+    """The cache cannot be opened for want of disk space."""
 
 
 class NotRecordedError(WalkbackError):

@@ -88,13 +88,16 @@ class Tables:
             for leaf in seen:
                 heapq.heappush(self._leaves, leaf)
 
-    def descendants(self, key: bytes) -> list[bytes]:
-        """The keys of all blocks below ``key``, parents first. O(blocks): for rare events."""
+    def descendants(self, *keys: bytes) -> list[bytes]:
+        """The keys of all blocks below any of ``keys``, parents first. O(blocks), for rare events.
+
+        A block below two of them is there twice.
+        """
         children: dict[bytes, list[bytes]] = {}
         for below in (*self.blocks.values(), *self.holes.values()):
             children.setdefault(below.parent, []).append(below.key)
         found: list[bytes] = []
-        pending = [key]
+        pending = list(keys)
         while pending:
             below = children.get(pending.pop(), [])
             found.extend(below)

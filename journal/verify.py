@@ -70,15 +70,9 @@ def verify_in_child(root: Path, folder: str = FOLDER) -> str | None:
 
 def damage_of(files: Files, folder: str = FOLDER) -> str | None:
     """What is wrong with a journal, None if nothing is. May kill the process: see above."""
-    status = files.status(f"{folder}/data.mdb")
-    if status is None or not status.is_file:
-        return "data.mdb is missing, or not a regular file"
-    try:
-        problems = cast(list[str], verify(str(files.root / folder)))
-    except VerifyError as error:
-        return str(error)
-    if problems:
-        return f"{problems[0]} ({len(problems)} problems)"
+    structure = damaged_structure_of(files, folder)
+    if structure is not None:
+        return structure
     try:
         log = LogReader.open_to_read(files, folder)
         try:
@@ -90,6 +84,18 @@ def damage_of(files: Files, folder: str = FOLDER) -> str | None:
     except (JournalDamagedError, lmdb.Error) as error:
         return str(error)
     return None
+
+
+def damaged_structure_of(files: Files, folder: str = FOLDER) -> str | None:
+    """What is wrong with LMDB's pages, told without LMDB: safe in any process."""
+    status = files.status(f"{folder}/data.mdb")
+    if status is None or not status.is_file:
+        return "data.mdb is missing, or not a regular file"
+    try:
+        problems = cast(list[str], verify(str(files.root / folder)))
+    except VerifyError as error:
+        return str(error)
+    return f"{problems[0]} ({len(problems)} problems)" if problems else None
 
 
 def main(arguments: list[str]) -> int:

@@ -57,8 +57,6 @@ class AbandonReason(enum.StrEnum):
     WRITE_FAILED = "write_failed"
     PARENT = "parent"
     JOURNAL = "journal"
-    CLOSED = "closed"
-    STALE = "stale"
 
 
 class EvictReason(enum.StrEnum):
@@ -84,6 +82,7 @@ class MissReason(enum.StrEnum):
     OFFLINE = "offline"
     CLOSED = "closed"
     FAILED = "failed"
+    UNSUPPORTED_LAYOUT = "unsupported_layout"
 
 
 class NotStoredReason(enum.StrEnum):

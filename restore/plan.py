@@ -33,6 +33,9 @@ class Grid:
     checkpoint_tokens: int = 2048
 
     def __post_init__(self) -> None:
+        for name in ("block_tokens", "checkpoint_tokens"):
+            if type(getattr(self, name)) is not int:
+                raise SettingsError(f"{name} is {getattr(self, name)!r}; it must be an int")
         if self.block_tokens < 1 or self.checkpoint_tokens < 1:
             raise SettingsError("block_tokens and checkpoint_tokens must be at least 1")
         if self.checkpoint_tokens % self.block_tokens:

@@ -56,8 +56,9 @@ class Resumed(Generic[Made]):
     made: Made
     endpoint: int
     tip: Located
-    # The sequence of the endpoint's Committed.
+    # The sequence of the endpoint's Committed, and the plan that led to it.
     sequence: int
+    plan_digest: bytes
     sidecars: int
     walkbacks: int
     mixed_plan: bool
@@ -245,6 +246,7 @@ def _resumed(
         endpoint=candidate.endpoint,
         tip=tip,
         sequence=endpoint.sequence,
+        plan_digest=endpoint.plan_digest,
         sidecars=attempt.sidecars,
         walkbacks=attempt.walkbacks,
         mixed_plan=mixed_plan,

@@ -20,7 +20,7 @@ from ..journal.files import Files
 from ..journal.head import Head, read_head
 from ..journal.log_reader import LogReader
 from ..journal.state import State
-from ..journal.verify import verify_in_child
+from ..journal.verify import damaged_structure_of, verify_in_child
 from .reconcile import names_in, payloads_on_disk
 from .root import (
     StoreIdentity,
@@ -192,10 +192,12 @@ class Audit:
             if files.status(f"{FOLDER}/data.mdb") is None:
                 raise JournalDamagedError(f"{FOLDER}/data.mdb is missing")
             self.damage = verify_in_child(files.root)
-            if self.damage is not None:
+            if self.damage is not None and (
+                always_verify or damaged_structure_of(files) is not None
+            ):
                 # What LMDB does with a damaged file may end the process that asks.
                 return
-            self.is_verified = True
+            self.is_verified = self.damage is None
         self.log = LogReader.open_to_read(files)
         if self.log.store_id != self.identity.store_id:
             self._close_log()

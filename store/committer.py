@@ -6,13 +6,23 @@ from dataclasses import dataclass, field
 
 from ..journal.backup import write_backup
 from ..journal.compactor import MutableCompactor
-from ..journal.errors import CacheClosedError, CommitUnknownError, NotRecordedError, WalkbackError
-from ..journal.events import Event
+from ..journal.entries import Segment
+from ..journal.errors import (
+    CacheClosedError,
+    CacheOfflineError,
+    CommitUnknownError,
+    NotRecordedError,
+    WalkbackError,
+)
+from ..journal.events import Event, SegmentDropped
 from .boundary import Claim
 from .core import Mode, MutableCore
 from .ordering import apply_records, commit_batch, measure_journal, settled
-from .outcomes import refuse_waiting, settle_claim
+from .outcomes import refuse_waiting, remove_unnamed, settle_claim
 from .room import evict_ahead
+
+# History may take a sixteenth of the budget: 110 bytes an event, some million events in 2 GB.
+ARCHIVE_SHARE = 16
 
 
 @dataclass(slots=True)
@@ -100,7 +110,9 @@ class MutableCommitter:
             while self._core.to_commit or self._core.awaiting_parent:
                 self._core.to_commit.extend(self._core.awaiting_parent)
                 self._core.awaiting_parent.clear()
-                settle_claim(self._core, self._core.to_commit.popleft(), refusal)
+                claim = self._core.to_commit.popleft()
+                if not claim.settled.is_set():
+                    settle_claim(self._core, claim, refusal)
             for change in self._changes:
                 change.failure = refusal.detail
                 change.done.set()
@@ -170,6 +182,24 @@ class MutableCommitter:
         due = self._compacted_at + core.settings.compact_every_events
         if core.mode is Mode.WRITING and core.log.sequence >= due:
             self.compact()
+            self._trim_archive()
+
+    def _trim_archive(self) -> None:
+        """Drop the oldest sealed segments beyond a share of the budget: they cannot be evicted."""
+        core = self._core
+        with core.lock:
+            segments = [core.state.segments[first] for first in sorted(core.state.segments)]
+            over = sum(each.allocated_bytes for each in segments)
+            over -= core.budget_bytes // ARCHIVE_SHARE
+            dropped: list[Segment] = []
+            while over > 0 and segments:
+                dropped.append(segments.pop(0))
+                over -= dropped[-1].allocated_bytes
+        events = [
+            SegmentDropped(first=each.first, last=each.last, reason="budget") for each in dropped
+        ]
+        if events and commit_batch(core, [], lambda: [*events]) is None:
+            remove_unnamed(core, [each.path for each in dropped])
 
     def compact(self) -> None:
         """One step of the compactor and a backup, on the thread that owns the log."""
@@ -181,7 +211,13 @@ class MutableCommitter:
             records = self._compactor.step(epoch=core.epoch, wall_ns=core.clock.wall_ns())
         except CommitUnknownError as error:
             records = settled(core, error) or []
-        except (OSError, WalkbackError) as error:
+        except OSError:
+            # What was gathered is kept: a full disk may have room at the next try.
+            return
+        except CacheOfflineError as error:
+            core.stop_writing(Mode.OFFLINE, str(error))
+            return
+        except WalkbackError as error:
             core.stop_writing(Mode.READING, f"the journal could not be compacted: {error}")
             return
         with core.lock:
@@ -194,7 +230,7 @@ class MutableCommitter:
         core = self._core
         try:
             write_backup(core.log, core.files)
-        except OSError:
+        except (OSError, WalkbackError):
             # The older backups stand; the next step makes another try.
             with core.lock:
                 core.counts.backups_failed += 1

@@ -111,6 +111,8 @@ class MutableCore:
         self.leftovers: set[str] = set()
         # Unclean epochs that this opening could not read, and so leaves to the next.
         self.unreadable_epochs: frozenset[int] = frozenset()
+        # Whether this opening had to reconcile: the archive then holds what the journal forgot.
+        self.is_rebuilt = False
         # Folders that such names were removed from, to be synced before the epoch is closed: a name
         # that came back after a power cut would be named by no event and swept by nobody.
         self.unsynced: set[str] = set()

@@ -75,8 +75,7 @@ class MutableJanitor:
         folders: set[str] = set()
         for file, nbytes in doomed:
             events.append(self._delete(file, nbytes, folders))
-        for file in moves:
-            self._move(file, folders)
+        events += [refusal for file in moves if (refusal := self._move(file, folders))]
         self._sync(folders, events, doomed)
         with core.lock:
             core.overlay.to_move -= set(moves)
@@ -93,6 +92,12 @@ class MutableJanitor:
         return len(events) + len(moves)
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # noqa: BLE001 - without it nothing is deleted, and nobody told
+            self._core.stop_writing(Mode.READING, f"the janitor died: {error!r}")
+
+    def _loop(self) -> None:
         core = self._core
         while True:
             with core.lock:
@@ -143,15 +148,16 @@ class MutableJanitor:
         self._refusals[file] = _Refusal(attempts, self._core.clock.monotonic() + wait)
         return DeletionRefused(file=file, reason=str(error)[:200], attempts=attempts)
 
-    def _move(self, file: FileName, folders: set[str]) -> None:
-        """Put a quarantined file aside. One that cannot be moved stays where it is, and charged."""
+    def _move(self, file: FileName, folders: set[str]) -> Event | None:
+        """Put a quarantined file aside. One that cannot be moved stays in place until reopened."""
         files = self._core.files
         try:
             if files.status(file.path) is not None:
                 files.rename(file.path, file.quarantine_path)
                 folders |= {"quarantine", file.path.rpartition("/")[0]}
         except OSError as error:
-            self._refuse(file, error)
+            return self._refuse(file, error)
+        return None
 
     def _sync(
         self,

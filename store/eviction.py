@@ -121,7 +121,7 @@ def _in_order(
 
 def _unreachable(state: State) -> list[bytes]:
     """The blocks below holes, deepest first. Holes are rare, and without one this is free."""
-    found = [key for hole in state.holes for key in state.descendants(hole)]
+    found = state.descendants(*state.holes) if state.holes else []
     return sorted(set(found), key=lambda key: state.blocks[key].end, reverse=True)
 
 

@@ -103,7 +103,8 @@ def notes(audit: Audit) -> Iterator[str]:
     for kept in state.quarantined.values():
         place = kept.file.quarantine_path
         if audit.files.status(place) is None:
-            place = f"still {kept.file.path}"
+            in_place = audit.files.status(kept.file.path) is not None
+            place = f"still {kept.file.path}" if in_place else "its file is gone"
         yield (
             f"{kept.entry.kind.word} {kept.entry.key.hex()[:16]} is quarantined ({place}): "
             f"{kept.reason}"

@@ -18,7 +18,7 @@ from .committer import MutableCommitter
 from .core import Mode, MutableCore
 from .recovery import BUDGET
 from .room import evict_ahead
-from .settings import MIB
+from .settings import MIB, require_bytes
 from .verify import verify_payload
 
 
@@ -47,6 +47,7 @@ class Operator:
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget durably; the cache converges to it in the background."""
+        require_bytes("budget_bytes", budget_bytes)
         if budget_bytes < MIB:
             raise SettingsError(f"a budget of {budget_bytes} bytes is less than {MIB}")
         self._committer.change(lambda: [SettingSet(name=BUDGET, value=budget_bytes)])
@@ -92,9 +93,11 @@ class Operator:
 
         def build() -> list[Event]:
             self._taint_below(key)
-            entry = self._core.state.entry(kind, key)
-            if entry is not None:
-                self._core.overlay.bad_sequences.add(entry.sequence)
+            state = self._core.state
+            bad = [state.entry(kind, key)]
+            for below in state.descendants(key):
+                bad += [state.blocks.get(below), state.sidecars.get(below)]
+            self._core.overlay.bad_sequences |= {each.sequence for each in bad if each}
             return [ReportedBad(kind=kind, key=key, detail=detail[:200])]
 
         self._committer.change(build)

@@ -59,6 +59,11 @@ def stage_claim(core: MutableCore, claim: Claim) -> None:
         refusal = refusal_of(core, error)
     except Exception as error:  # noqa: BLE001 - a claim is always settled, whatever its buffers do
         refusal = NotStored(NotStoredReason.FAILED, f"{type(error).__name__}: {error}")
+    except BaseException:
+        # Ctrl-C, while a caller writes what waits: it may be somebody else's boundary.
+        refuse(core, claim, NotStored(NotStoredReason.ABORTED, "the writing was interrupted"))
+        _end_staging(core)
+        raise
     with core.lock:
         core.counts.stage_seconds += core.clock.monotonic() - started
         # The journal thread may have died meanwhile, and then nobody would take it.
@@ -67,6 +72,10 @@ def stage_claim(core: MutableCore, claim: Claim) -> None:
             core.to_commit.append(claim)
     if refusal is not None:
         refuse(core, claim, refusal)
+    _end_staging(core)
+
+
+def _end_staging(core: MutableCore) -> None:
     with core.lock:
         core.staging_now -= 1
         core.lock.notify_all()
@@ -136,11 +145,12 @@ def commit_batch(
         riding, core.overlay.riding = core.overlay.riding, []
         core.overlay.is_urgent = False
         core.overlay.is_exclusive = build is not None
+        # What requests saw comes before what was stored of them.
         events = [
+            *request_events(core),
             *riding,
             *(build() if build is not None else ()),
             *commit_events(core, accepted),
-            *request_events(core),
         ]
     try:
         return _commit(core, accepted, riding, events) if events else None

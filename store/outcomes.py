@@ -27,6 +27,7 @@ def settle_claim(core: MutableCore, claim: Claim, refusal: NotStored | None) -> 
     core.overlay.let_go(claim.held)
     if refusal is None:
         core.counts.boundaries_stored += bool(claim.writings)
+        core.overlay.forget_backoffs()
         core.boundary_bytes_max = max(core.boundary_bytes_max, claim.reserved_bytes)
     else:
         core.note_not_stored(
@@ -106,7 +107,5 @@ def _abandon_reason(refusal: NotStored) -> AbandonReason:
             return AbandonReason.PARENT
         case NotStoredReason.JOURNAL:
             return AbandonReason.JOURNAL
-        case NotStoredReason.CLOSED:
-            return AbandonReason.CLOSED
         case _:
             return AbandonReason.WRITE_FAILED

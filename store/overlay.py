@@ -86,6 +86,11 @@ class MutableOverlay:
             if not self.held[key]:
                 del self.held[key]
 
+    def forget_backoffs(self) -> None:
+        """After a success the next refusal is news again."""
+        for reason, (count, _) in self.refusals.items():
+            self.refusals[reason] = (count, 1)
+
     def refusal_is_due(self, reason: NotStoredReason) -> int | None:
         """Count a refusal; how many it stands for if it is to be recorded, else None.
 

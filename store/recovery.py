@@ -4,13 +4,14 @@ Each step may be the last: a crash inside it repeats it. Nothing here opens a pa
 journal was rolled back or lost. After a clean close no directory is listed.
 """
 
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..journal.backup import restore_backup
 from ..journal.environment import FOLDER, remove_folder
-from ..journal.errors import JournalDamagedError, RootRefusedError, WalkbackError
+from ..journal.errors import DiskFullError, JournalDamagedError, RootRefusedError, WalkbackError
 from ..journal.events import Closed, Event, Opened, Rebuilt, SettingSet
 from ..journal.files import Files
 from ..journal.head import MutableHead
@@ -19,6 +20,7 @@ from ..journal.state import State
 from ..journal.verify import verify_in_child
 from ..journal.words import Kind
 from .core import Clock, MutableCore
+from .ordering import measure_journal
 from .reconcile import NUMBER, reconcile
 from .root import (
     NOT_WRITABLE,
@@ -77,10 +79,9 @@ def open_cache(
         previous = read_owner(files)
         owner = this_process()
         try:
-            # Until the journal is known to be good this keeps the id of the boot that wrote it: a
-            # crash while it is being verified must not look like one that needs no verification.
-            boot_id = previous.boot_id if previous is not None else ""
-            write_owner(files, Owner(pid=owner.pid, boot_id=boot_id))
+            # Until the journal is known to be good no boot vouches for it: a death while it is
+            # being read must not look like one that needs no verification.
+            write_owner(files, Owner(pid=owner.pid, boot_id=""))
             if identity is None:
                 identity = make_identity(files)
             make_folders(files)
@@ -97,10 +98,15 @@ def open_cache(
         except BaseException:
             journal.log.abandon()
             raise
-    except BaseException:
+    except BaseException as error:
         if head is not None:
             head.close()
         files.close()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFullError(
+                f"{files.root} cannot be opened, for that needs a few kilobytes and the disk is "
+                "full: free some space"
+            ) from error
         raise
     return OpenedCache(core=core, head=head, identity=identity)
 
@@ -229,11 +235,12 @@ def _begin_epoch(
         clock=clock,
     )
     core.unreadable_epochs = unreadable
+    core.is_rebuilt = cause is not None
     records = core.log.append(events, epoch=epoch, wall_ns=clock.wall_ns())
     for record in records:
         state.apply(record)
         core.counts.events[type(record.event).__name__] += 1
-    core.journal_bytes = core.log.file_bytes()
+    measure_journal(core)
     return core
 
 

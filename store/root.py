@@ -3,7 +3,7 @@
 =============  ==================================================================================
 name           what
 =============  ==================================================================================
-``STORE``      CBOR: format, store id, the secret that keys the block keys. 0600, never rewritten
+``STORE``      CBOR: format, store id, the secret that keys the block keys, a check. Written once
 ``OWNER``      JSON, for people too: pid and boot id of the last process that opened the cache
 ``HEAD``       two slots: the newest commit, from outside the journal
 ``journal/``   the LMDB environment; ``backup/`` its copies, ``archive/`` its sealed segments
@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cbor2
+from blake3 import blake3
 
-from ..journal.environment import FOLDER
+from ..journal.environment import FOLDER, may_be_truncated
 from ..journal.errors import CacheLockedError, FormatError, RootRefusedError
 from ..journal.files import Files
 from ..journal.head import Head
@@ -94,7 +95,7 @@ def lock_root(
             owner = read_owner(files)
             # Whoever only looks holds the lock too, and does not write itself down.
             pid = owner.pid if owner is not None and _is_alive(owner.pid) else None
-            raise CacheLockedError(root, pid)
+            raise CacheLockedError(root, pid, is_this_process=pid == os.getpid())
     except BaseException:
         files.close()
         raise
@@ -127,9 +128,18 @@ def load_identity(files: Files) -> StoreIdentity | None:
             )
         return None
     try:
-        version, store_id, secret = cbor2.loads(content)
+        version, store_id, secret, check = cbor2.loads(content)
+        is_whole = check == _check_of(version, store_id, secret)
     except (cbor2.CBORDecodeError, TypeError, ValueError) as error:
-        raise RootRefusedError(f"{files.root / _STORE} does not decode: {error}") from error
+        raise RootRefusedError(
+            f"{files.root / _STORE} does not decode ({error}): put it back from a copy"
+        ) from error
+    if not is_whole:
+        # With another id or secret every payload would look like another cache's, and be swept.
+        raise RootRefusedError(
+            f"{files.root / _STORE} is damaged, and nothing is touched without it: put it back "
+            "from a copy, or start with an empty directory"
+        )
     if version != FORMAT:
         raise FormatError(
             f"{files.root} has format {version}; this walkback knows {FORMAT}. "
@@ -143,9 +153,14 @@ def make_identity(
 ) -> StoreIdentity:
     """Durably make a new cache's STORE. It stands before the journal does."""
     identity = StoreIdentity(store_id=randomness(16), secret=randomness(32))
-    content = cbor2.dumps([FORMAT, identity.store_id, identity.secret])
+    fields = (FORMAT, identity.store_id, identity.secret)
+    content = cbor2.dumps([*fields, _check_of(*fields)])
     _replace(files, _STORE, content, is_durable=True)
     return identity
+
+
+def _check_of(version: int, store_id: bytes, secret: bytes) -> bytes:
+    return blake3(cbor2.dumps([version, store_id, secret])).digest()
 
 
 def make_folders(files: Files) -> None:
@@ -185,9 +200,12 @@ def needs_verification(
     After a clean close, or a mere death of the process, it is not.
     """
     clean = head.clean if head is not None else None
-    if clean is not None and clean.matches(files.status(f"{FOLDER}/data.mdb")):
-        return False
-    return previous is None or not owner.boot_id or previous.boot_id != owner.boot_id
+    if clean is not None:
+        # The first write of an opening takes the mark away: a file that differs from it was
+        # changed by somebody else.
+        return not clean.matches(files.status(f"{FOLDER}/data.mdb"))
+    is_of_this_boot = previous is not None and owner.boot_id == previous.boot_id != ""
+    return not is_of_this_boot or may_be_truncated(files)
 
 
 def _is_alive(pid: int) -> bool:
@@ -204,7 +222,10 @@ def _boot_id() -> str:
     """What the kernel calls this boot; "" if it does not say, which equals no boot."""
     if sys.platform == "darwin":
         command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError:
+            return ""
         return done.stdout.strip()
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

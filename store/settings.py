@@ -32,6 +32,8 @@ class StoreSettings:
     room_wait_seconds: float = 30.0
 
     def __post_init__(self) -> None:
+        for field in ("budget_bytes", "free_floor_bytes", "staging_bytes"):
+            require_bytes(field, getattr(self, field), is_optional=field == "budget_bytes")
         if self.budget_bytes is not None and self.budget_bytes < MIB:
             raise SettingsError(
                 f"budget_bytes is {self.budget_bytes}; a cache needs at least {MIB} bytes"
@@ -41,6 +43,16 @@ class StoreSettings:
                 raise SettingsError(f"{name} must not be negative")
         if self.request_events_max < 1 or self.compact_every_events < 1:
             raise SettingsError("request_events_max and compact_every_events must be at least 1")
+
+
+def require_bytes(name: str, value: object, *, is_optional: bool = False) -> None:
+    """SettingsError unless a setting is a whole number of bytes that a file system could hold."""
+    if value is None and is_optional:
+        return
+    if type(value) is not int or not -1 << 62 < value < 1 << 62:
+        raise SettingsError(
+            f"{name} is {value!r}; it must be an int, a number of bytes such as 128 << 30"
+        )
 
 
 def staging_bytes_for(stride_bytes: int) -> int:

@@ -35,6 +35,7 @@ from .settings import StoreSettings
 from .staging import reserve_memory
 from .statistics import Statistics, statistics_of
 from .tensors import Tensor
+from .writer import MutableWriter
 
 # A journal this much behind its fold is compacted at close, so that the next opening reads a
 # snapshot.
@@ -58,7 +59,7 @@ class MutableStore:
         self._janitor = MutableJanitor(self._core)
         self.damage = Damage(self._core, self._committer)
         self.operator = Operator(self._core, self._committer)
-        self._writer = threading.Thread(target=self._write, name="walkback-writer", daemon=True)
+        self._writer = MutableWriter(self._core)
         with self._core.lock:
             evict_ahead(self._core)
         self._committer.start()
@@ -157,7 +158,7 @@ class MutableStore:
         core = self._core
         pairs = list(zip(claim.writings, tensors, strict=True))
         with core.lock:
-            claim.prefill_seconds = prefill_seconds
+            claim.prefill_seconds = float(prefill_seconds)
             for writing, each in pairs:
                 writing.tensors = each
                 writing.is_handed_over = True
@@ -199,7 +200,7 @@ class MutableStore:
     ) -> tuple[Choice, Lease]:
         """Let ``choose`` pick what to read, and lease it in the same critical section."""
         with self._core.lock:
-            self._require_open()
+            self.require_open()
             return lease_choice(self._core, choose)
 
     def release(self, lease: Lease) -> None:
@@ -276,6 +277,7 @@ class MutableStore:
     def violations(self) -> Iterator[str]:
         """Every broken invariant, of the state and of the disk. Best asked when nothing runs."""
         core = self._core
+        self.require_open()
         with core.lock:
             found = list(invariants.violations(core.state))
             copy = State.from_records(core.state.sequence, list(core.state.records()))
@@ -301,7 +303,7 @@ class MutableStore:
                 return
             self._is_closing = True
             core.lock.notify_all()
-        self._writer.join()
+        self._writer.stop()
         with core.lock:
             # A caller may be writing inline.
             while core.staging_now:
@@ -355,19 +357,6 @@ class MutableStore:
         is_all_told = not core.overlay.riding and not core.leftovers
         return core.mode is Mode.WRITING and is_all_told
 
-    def _write(self) -> None:
-        """The writer thread: stage what waits, oldest first."""
-        core = self._core
-        while True:
-            with core.lock:
-                while not core.to_stage and not self._is_closing:
-                    core.lock.wait(timeout=1.0)
-                if not core.to_stage:
-                    return
-                claim = core.to_stage.popleft()
-                core.staging_now += 1
-            self._stage(claim)
-
     def _stage(self, claim: Claim) -> None:
         stage_claim(self._core, claim)
 
@@ -378,7 +367,8 @@ class MutableStore:
             return NotStored(NotStoredReason.CLOSED, "the cache is closed")
         return self._core.refusal_by_mode()
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """CacheClosedError after the close, and in a process that was forked from the opener."""
         if self._is_closing or self._core.mode is Mode.CLOSED or os.getpid() != self._pid:
             raise CacheClosedError("the cache is closed, or was opened before a fork")
 

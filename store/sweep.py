@@ -9,6 +9,8 @@ from ..journal.words import AbandonReason, FileName, Kind
 from .core import MutableCore
 from .reconcile import NUMBER, named_files
 
+ARCHIVE_ASIDE = "archive.bad"
+
 _QUARANTINED = re.compile(r"(block|sidecar)-[0-9a-f]{8}-[0-9a-f]{8}")
 _SEGMENT = re.compile(r"[0-9a-f]{16}(\.new)?")
 
@@ -18,6 +20,9 @@ def sweep(core: MutableCore) -> None:
     state, files = core.state, core.files
     unclean = sorted(state.unswept - {state.epoch} - core.unreadable_epochs)
     if not unclean:
+        events = _finish_quarantines(core)
+        if events:
+            append(core, events)
         return
     named = set(named_files(state))
     events: list[Event] = [
@@ -81,6 +86,8 @@ def _remove_forgotten(core: MutableCore) -> None:
     or a compaction that a crash cut short.
     """
     state, files = core.state, core.files
+    if core.is_rebuilt:
+        _put_archive_aside(core)
     named = {file.quarantine_path for file in (*state.quarantined, *state.doomed)}
     named |= {segment.path for segment in state.segments.values()}
     for folder, ours in (("quarantine", _QUARANTINED), ("archive", _SEGMENT)):
@@ -91,6 +98,21 @@ def _remove_forgotten(core: MutableCore) -> None:
                 files.unlink(path)
             if forgotten:
                 files.sync_directory(folder)
+
+
+def _put_archive_aside(core: MutableCore) -> None:
+    """Keep the segments that a journal which lost its last words does not name: they have them."""
+    files = core.files
+    named = {segment.path for segment in core.state.segments.values()}
+    others = [name for name in files.names("archive") if f"archive/{name}" not in named]
+    if not others:
+        return
+    if files.status(ARCHIVE_ASIDE) is None:
+        files.make_directory(ARCHIVE_ASIDE)
+    for name in others:
+        files.rename(f"archive/{name}", f"{ARCHIVE_ASIDE}/{name}")
+    for folder in ("archive", ARCHIVE_ASIDE, ""):
+        files.sync_directory(folder)
 
 
 def _unlink_all(files: Files, epoch: int, names: list[str]) -> Swept | None:

@@ -87,7 +87,9 @@ MAY_CATCH_ANYTHING = {
     "integration/binding.py",
     "integration/recording.py",
     "store/committer.py",
+    "store/deletion.py",
     "store/ordering.py",
+    "store/writer.py",
     "tools/output.py",
 }
 

@@ -5,6 +5,7 @@
 # pyright: reportUnknownArgumentType=false
 
 import errno
+import gc
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from cache_maker import Failing, Gate, HookedFiles, core_of, file_of, files_of, flip_byte
 from mlx import nn
@@ -635,7 +637,7 @@ def test_a_model_whose_cache_cannot_be_stored_generates_and_says_why_it_stores_n
     found, tokens = run(bound, PROMPT)
 
     assert tokens == plain(model, PROMPT)
-    assert (found.endpoint, found.reason) == (0, MissReason.FAILED)
+    assert (found.endpoint, found.reason) == (0, MissReason.UNSUPPORTED_LAYOUT)
     assert "RotatingKVCache" in found.detail
     assert payload_files(cache) == {}
     assert cache.statistics().not_stored == {"unsupported_layout": 5}
@@ -644,7 +646,8 @@ def test_a_model_whose_cache_cannot_be_stored_generates_and_says_why_it_stores_n
     refusals = [each for each in events if isinstance(each, NotStored)]
     assert {each.reason for each in refusals} == {NotStoredReason.UNSUPPORTED_LAYOUT}
     assert "RotatingKVCache" in refusals[0].detail
-    assert [each.reason for each in events if isinstance(each, Missed)] == [MissReason.FAILED]
+    missed = [each.reason for each in events if isinstance(each, Missed)]
+    assert missed == [MissReason.UNSUPPORTED_LAYOUT]
 
 
 # Misses.
@@ -1111,3 +1114,64 @@ with walkback.open_cache(Path(sys.argv[1]) / "cache", free_floor_bytes=0) as ope
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
 
     assert subprocess.run(command, env=environment, check=False).returncode == 0
+
+
+def test_a_prompt_that_is_none_names_what_is_wrong_with_it(cache: Cache) -> None:
+    bound = cache.bind(build("lfm2"))
+
+    for prompt, words in (
+        ([1, 2, 1.5], "token id 2 is 1.5"),
+        ([1, None], "token id 1 is None"),
+        ("text", "not str"),
+        (None, "not NoneType"),
+        (np.zeros((2, 2), np.int32), "not 2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            bound.restore(cast(Any, prompt))
+
+
+def test_a_numpy_prompt_is_taken_as_mlx_lm_takes_it(cache: Cache) -> None:
+    bound = cache.bind(build("lfm2"))
+    prompt = token_ids(40)
+
+    of_list = [token for token, _ in bound.generate_step(prompt, max_tokens=4)]
+    of_array = [
+        token for token, _ in bound.generate_step(cast(Any, np.array(prompt)), max_tokens=4)
+    ]
+
+    assert of_array == of_list
+
+
+def test_a_closed_cache_binds_nothing(cache: Cache) -> None:
+    cache.close()
+
+    with pytest.raises(walkback.CacheClosedError):
+        cache.bind(build("lfm2"))
+
+
+def test_a_model_that_is_not_what_its_files_say_has_a_namespace_of_its_own(
+    cache: Cache, tmp_path: Path
+) -> None:
+    """Adapter layers in memory, or the directory of another model: never the base model's KV."""
+    directory = tmp_path / "model"
+    write_tiny_model(directory, config=CONFIGS["lfm2"])
+    model = build("lfm2")
+    as_filed = cache.bind(model, directory).namespace
+
+    cast(Any, model).layers[0].extra = nn.Linear(2, 2)
+    changed = cache.bind(model, directory).namespace
+
+    assert changed != as_filed
+
+
+def test_a_recording_that_nobody_finishes_lets_go_when_it_is_garbage(cache: Cache) -> None:
+    bound = cache.bind(build("lfm2"))
+    list(bound.generate_step(PROMPT, max_tokens=1))
+    cache.flush()
+
+    restorations = [bound.restore(PROMPT) for _ in range(3)]
+    assert sum(core_of(cache.store).overlay.held.values()) == 3
+    del restorations
+    gc.collect()
+
+    assert not core_of(cache.store).overlay.held

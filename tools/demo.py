@@ -26,12 +26,15 @@ from rich.table import Table
 from ..integration.binding import BoundModel
 from ..integration.cache import Cache
 from ..integration.tiny import TINY_QWEN3_5, write_tiny_model
+from ..journal.errors import SettingsError
 from ..journal.events import Record
 from ..journal.words import Kind
+from ..restore.plan import Grid
 from ..store.audit import Audit
 from ..store.findings import findings
 from ..store.statistics import holdings_of
 from .demo_run import GREEDY_TOKENS, Run, Setup, made_up_prompt, run_prompt, vocabulary_of
+from .output import CLEAN, FINDINGS, run
 
 _COLUMNS = ("prompt_tokens", "endpoint_tokens", "uncached_tokens", "sidecars", "walkbacks")
 _TIMES = ("header_ms", "bytes_ms", "prefill_s", "first_token_s")
@@ -77,8 +80,21 @@ def demo(
     """Run a hybrid model over a cache through rewinds, edits, damage and a kill, and compare.
 
     Each row must resume where it should, and give the same bits as mlx-lm alone. Exit status 1 if
-    one does not, or if an invariant of the cache is broken.
+    one does not, or if an invariant of the cache is broken; 2 if it could not run.
     """
+    run(
+        lambda: _demo(
+            model,
+            directory,
+            as_json=as_json,
+            grid=Grid(block_tokens=block_tokens, checkpoint_tokens=checkpoint_tokens),
+        )
+    )
+
+
+def _demo(model: Path | None, directory: Path | None, *, as_json: bool, grid: Grid) -> int:
+    if model is not None and not (model / "config.json").is_file():
+        raise SettingsError(f"{model} is no local MLX model: it holds no config.json")
     progress = Console(stderr=True)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="walkback-demo-")))
@@ -89,8 +105,8 @@ def demo(
         setup = Setup(
             directory=(directory or scratch / "cache").absolute(),
             model_dir=model.absolute(),
-            block_tokens=block_tokens,
-            checkpoint_tokens=checkpoint_tokens,
+            block_tokens=grid.block_tokens,
+            checkpoint_tokens=grid.checkpoint_tokens,
             salt=f"demo {secrets.token_hex(8)}",
         )
         ask = stack.enter_context(_oracle(setup))
@@ -100,8 +116,7 @@ def demo(
         print(json.dumps({"summary": summary}), flush=True)
     else:
         _print(rows, summary)
-    if summary["faults"] or summary["violations"]:
-        raise typer.Exit(1)
+    return FINDINGS if summary["faults"] or summary["violations"] else CLEAN
 
 
 def _run_all(
@@ -123,8 +138,10 @@ def _run_all(
 
     with setup.open() as cache:
         bound = cache.bind(model, setup.model_dir)
+        if bound.layout is None:
+            raise SettingsError(f"nothing of this model would be stored: {bound.unsupported}")
         first = made_up_prompt(_first_tokens(setup), seed=1, vocabulary=vocabulary)
-        cases = list(_cases(setup, first, vocabulary, rows))
+        cases = list(_cases(setup, bound, first, vocabulary, rows))
         for number, make in enumerate(cases, start=1):
             case = make()
             progress.print(f"{number:2} of {len(cases) + 1}  {case.name}")
@@ -165,10 +182,16 @@ def _first_tokens(setup: Setup) -> int:
 
 
 def _cases(
-    setup: Setup, first: list[int], vocabulary: int, rows: list[_Row]
+    setup: Setup, bound: BoundModel, first: list[int], vocabulary: int, rows: list[_Row]
 ) -> Iterator[Callable[[], _Case]]:
     """The rows, in order, each made when its turn comes: a next turn needs the answer before it."""
     stride = setup.checkpoint_tokens
+    assert bound.layout is not None
+    # Plain attention can be cut at every block, point state at checkpoints only.
+    step = stride if bound.layout.has_point_state else setup.block_tokens
+
+    def resumes_at(token_count: int) -> int:
+        return min(token_count // step * step, 4 * stride)
 
     def more(token_count: int, seed: int) -> list[int]:
         return made_up_prompt(token_count, seed=seed, vocabulary=vocabulary)
@@ -177,8 +200,8 @@ def _cases(
     yield lambda: _Case(name="exact replay", prompt=first, endpoint=4 * stride)
     for checkpoint in (3, 2, 1):
         length = checkpoint * stride + stride // 2
-        yield lambda length=length, checkpoint=checkpoint: _Case(
-            name=f"rewind to {length}", prompt=first[:length], endpoint=checkpoint * stride
+        yield lambda length=length: _Case(
+            name=f"rewind to {length}", prompt=first[:length], endpoint=resumes_at(length - 1)
         )
     yield lambda: _Case(
         name="next turn",
@@ -189,24 +212,26 @@ def _cases(
     yield lambda: _Case(
         name=f"edit at {middle}",
         prompt=[*first[:middle], *more(8, seed=4), *first[middle + 8 :]],
-        endpoint=2 * stride,
+        endpoint=resumes_at(middle),
     )
     yield lambda: _Case(
         name="newest sidecar deleted",
         prompt=first,
-        endpoint=3 * stride,
+        endpoint=4 * stride - step,
         walkbacks=1,
-        before=lambda cache, bound: _sidecar_path(cache, bound, first).unlink(),
+        before=lambda cache, bound: _newest_path(cache, bound, first).unlink(),
     )
     yield lambda: _Case(
         name="newest sidecar: a byte flipped",
         prompt=first,
-        endpoint=3 * stride,
+        endpoint=4 * stride - step,
         walkbacks=1,
-        before=lambda cache, bound: _flip_a_byte(_sidecar_path(cache, bound, first)),
+        before=lambda cache, bound: _flip_a_byte(_newest_path(cache, bound, first)),
     )
     yield lambda: _Case(
-        name=f"exactly {3 * stride} tokens", prompt=first[: 3 * stride], endpoint=2 * stride
+        name=f"exactly {3 * stride} tokens",
+        prompt=first[: 3 * stride],
+        endpoint=resumes_at(3 * stride - 1),
     )
 
 
@@ -255,12 +280,14 @@ def _oracle(setup: Setup) -> Generator[Callable[[list[int]], dict[str, Any]]]:
             child.kill()
 
 
-def _sidecar_path(cache: Cache, bound: BoundModel, prompt: list[int]) -> Path:
-    """The file of the newest sidecar of a prompt: what somebody else would find on the disk."""
+def _newest_path(cache: Cache, bound: BoundModel, prompt: list[int]) -> Path:
+    """The file of a prompt's newest sidecar, or block if there are none: found as anybody could."""
     endpoint = bound.grid.stops(len(prompt))[-1]
+    assert bound.layout is not None
+    kind = Kind.SIDECAR if bound.layout.has_point_state else Kind.BLOCK
     state = {
         entry.key: entry
-        for entry in cache.store.entries(Kind.SIDECAR)
+        for entry in cache.store.entries(kind)
         if entry.end == endpoint and entry.namespace == bound.namespace
     }
     entry = next(state[link.key] for link in bound.chain(prompt) if link.key in state)

@@ -36,6 +36,7 @@ from .output import (
     AsJson,
     Directory,
     local_time,
+    print_error,
     print_json,
     print_line,
     run,
@@ -107,9 +108,10 @@ def _log(directory: Path, question: Question, *, last: int | None, as_json: bool
         if last is not None and question.is_about_all and audit.log is not None:
             # The archive need not be read for what LMDB has.
             first = max(1, audit.log.sequence - last + 1)
-        status = CLEAN
+        status, count = CLEAN, 0
         answers = answered(audit.records(first), question)
         for each in answers if last is None else deque(answers, maxlen=last):
+            count += 1
             if isinstance(each, Gap):
                 _print_gap(each, as_json=as_json)
             else:
@@ -119,6 +121,8 @@ def _log(directory: Path, question: Question, *, last: int | None, as_json: bool
         if audit.damage is not None and status == CLEAN:
             _print_damage(audit.damage, as_json=as_json)
             status = FINDINGS
+        if not count:
+            print_error("no such events")
         return status
 
 

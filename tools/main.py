@@ -2,6 +2,8 @@
 
 import importlib
 from collections.abc import Callable
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
@@ -19,6 +21,23 @@ app = typer.Typer(
     # Joins the lines of a docstring's paragraph; the other modes break where the source does.
     rich_markup_mode="markdown",
 )
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"walkback {version('walkback')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(  # pyright: ignore[reportUnusedFunction]
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")
+    ] = False,
+) -> None:
+    pass
+
+
 app.command(name="check")(check)
 app.command(name="log")(log)
 app.command(name="stats")(stats)

@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn, cast
 import typer
 from rich.console import Console
 
-from ..journal.errors import WalkbackError
+from ..journal.errors import CacheLockedError, WalkbackError
 from ..journal.words import FileName, Kind
 
 CLEAN = 0
@@ -44,6 +44,13 @@ def run(look: Callable[[], int]) -> NoReturn:
         status = _PIPE_CLOSED
     except KeyboardInterrupt:
         status = _INTERRUPTED
+    except CacheLockedError as error:
+        holder = "another process" if error.pid is None else f"process {error.pid}"
+        print_error(
+            f"{error.path} is open in {holder}, and a cache can be looked into at rest only: "
+            "stop that process, or ask it for cache.statistics() and cache.violations()"
+        )
+        status = COULD_NOT_LOOK
     except (WalkbackError, OSError) as error:
         print_error(str(error))
         status = COULD_NOT_LOOK
