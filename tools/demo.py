@@ -141,6 +141,7 @@ def _run_all(
         if bound.layout is None:
             raise SettingsError(f"nothing of this model would be stored: {bound.unsupported}")
         first = made_up_prompt(_first_tokens(setup), seed=1, vocabulary=vocabulary)
+        step = _step_of(setup, bound)
         cases = list(_cases(setup, bound, first, vocabulary, rows))
         for number, make in enumerate(cases, start=1):
             case = make()
@@ -154,7 +155,11 @@ def _run_all(
     progress.print(f"{len(cases) + 1:2} of {len(cases) + 1}  {name}")
     victim = made_up_prompt(_first_tokens(setup), seed=2, vocabulary=vocabulary)
     _kill_while_storing(setup, scratch, victim)
-    case = _Case(name=name, prompt=first, endpoint=4 * setup.checkpoint_tokens)
+    # The next turn, which begins like the first prompt, may have stored more of it.
+    next_turn = len(first) + GREEDY_TOKENS + setup.checkpoint_tokens // 4
+    stored = (next_turn - 1) // setup.checkpoint_tokens * setup.checkpoint_tokens
+    endpoint = min((len(first) - 1) // step * step, stored)
+    case = _Case(name=name, prompt=first, endpoint=endpoint)
     add(case, _replay_in_a_fresh_process(setup, scratch, first))
     with Audit.open(setup.directory) as audit:
         assert audit.state is not None, audit.damage
@@ -176,6 +181,12 @@ def _run_all(
     return rows, summary
 
 
+def _step_of(setup: Setup, bound: BoundModel) -> int:
+    """Where a prompt can be cut: plain attention at every block, point state at checkpoints."""
+    assert bound.layout is not None
+    return setup.checkpoint_tokens if bound.layout.has_point_state else setup.block_tokens
+
+
 def _first_tokens(setup: Setup) -> int:
     """The first prompt: four checkpoints and a rest."""
     return 4 * setup.checkpoint_tokens + setup.checkpoint_tokens // 3
@@ -186,9 +197,7 @@ def _cases(
 ) -> Iterator[Callable[[], _Case]]:
     """The rows, in order, each made when its turn comes: a next turn needs the answer before it."""
     stride = setup.checkpoint_tokens
-    assert bound.layout is not None
-    # Plain attention can be cut at every block, point state at checkpoints only.
-    step = stride if bound.layout.has_point_state else setup.block_tokens
+    step = _step_of(setup, bound)
 
     def resumes_at(token_count: int) -> int:
         return min(token_count // step * step, 4 * stride)
