@@ -161,10 +161,16 @@ class MutableEnvironment:
             self._env.copyfd(descriptor, compact=True)
 
     def reopen(self) -> None:
-        """Close and open again: what is there now is what was committed."""
+        """Close and open again: what is there now is what was committed, durably.
+
+        After a failed write of a meta page LMDB puts the older one back, unsynced: the disk may
+        still hold the one that failed.
+        """
         self._env.close()
         self.is_unsettled = True
         self._attach(_open(self._files, self._folder, read_only=False))
+        with _translated(self._files, self._folder):
+            self._env.sync(True)
         self.is_unsettled = False
 
     def close(self) -> None:
