@@ -67,10 +67,16 @@ class MutableHead:
         self._files = files
         self._turn = 0
         self._descriptor = -1
+        # Whether a slot on the disk may still hold a clean mark.
+        self._may_be_marked = False
         self.value: Head | None = None
         with contextlib.suppress(FileNotFoundError):
             self._descriptor = files.open_for_update(_NAME)
-            self._read()
+            try:
+                self._read()
+            except BaseException:
+                self.close()
+                raise
 
     def write(self, head: Head) -> None:
         """Replace the older slot, not synced. A missing file is made, durably."""
@@ -81,16 +87,19 @@ class MutableHead:
         else:
             self._files.write(self._descriptor, [slot], turn % 2 * _SLOT_BYTES)
         self._turn, self.value = turn, head
+        self._may_be_marked |= head.clean is not None
 
     def unmark(self) -> None:
         """Durably take the clean mark away. To be done before the journal is written again.
 
         A commit makes the journal's bytes durable but not its times, so after a power loss a mark
-        that is still there could match a file that was in use.
+        that is still there could match a file that was in use. Until a sync has said yes it is
+        written anew each time: the one that failed may have lost it.
         """
-        if self.value is not None and self.value.clean is not None:
+        if self.value is not None and self._may_be_marked:
             self.write(replace(self.value, clean=None))
             self.sync()
+            self._may_be_marked = False
 
     def sync(self) -> None:
         """Make the last ``write`` durable."""
@@ -101,12 +110,15 @@ class MutableHead:
         """Let go of the file. Closing twice is harmless."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            self._files.close_file(descriptor)
+            # What had to be kept was synced; an error now must not keep the lock from being let go.
+            with contextlib.suppress(OSError):
+                self._files.close_file(descriptor)
 
     def _read(self) -> None:
-        found = _newest(self._files, self._descriptor)
-        if found is not None:
-            self._turn, self.value = found
+        slots = _slots(self._files, self._descriptor)
+        if slots:
+            self._turn, self.value = slots[-1]
+        self._may_be_marked = any(head.clean is not None for _, head in slots)
 
     def _create(self, slot: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -131,23 +143,23 @@ def read_head(files: Files) -> Head | None:
     except FileNotFoundError:
         return None
     try:
-        found = _newest(files, descriptor)
+        slots = _slots(files, descriptor)
     finally:
         files.close_file(descriptor)
-    return None if found is None else found[1]
+    return slots[-1][1] if slots else None
 
 
-def _newest(files: Files, descriptor: int) -> tuple[int, Head] | None:
-    """The turn and value of the newest valid slot."""
+def _slots(files: Files, descriptor: int) -> list[tuple[int, Head]]:
+    """The turns and values of the valid slots, the newest last."""
     content = bytearray(2 * _SLOT_BYTES)
     nbytes = files.read(descriptor, [memoryview(content)], 0)
-    newest: tuple[int, Head] | None = None
-    for start in (0, _SLOT_BYTES):
-        end = start + _BODY_BYTES + _DIGEST_BYTES
-        found = _decode(bytes(content[start:end])) if end <= nbytes else None
-        if found is not None and found[0] > (newest[0] if newest is not None else 0):
-            newest = found
-    return newest
+    ends = [start + _BODY_BYTES + _DIGEST_BYTES for start in (0, _SLOT_BYTES)]
+    slots = [
+        _decode(bytes(content[end - _BODY_BYTES - _DIGEST_BYTES : end]))
+        for end in ends
+        if end <= nbytes
+    ]
+    return sorted((each for each in slots if each is not None), key=lambda each: each[0])
 
 
 def _encode(head: Head, turn: int) -> bytes:

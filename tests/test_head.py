@@ -61,6 +61,23 @@ def test_unmarking_takes_the_clean_mark_away_durably(tmp_path: Path) -> None:
     assert read_back(tmp_path) == head_at(1)
 
 
+def test_a_mark_is_taken_away_anew_until_a_sync_has_said_yes(tmp_path: Path) -> None:
+    """Of the first try only the page cache may know: a reader of the disk would find the mark."""
+    write_all(tmp_path, head_at(1, MARK))
+    files = StoppingFiles(tmp_path, stop_at=1)
+    head = MutableHead(files)
+    with pytest.raises(Crash, match="sync"):
+        head.unmark()
+    head.close()
+
+    again = StoppingFiles(tmp_path)
+    head = MutableHead(again)
+    head.unmark()
+    head.unmark()
+
+    assert again.steps == ["write", "sync"]
+
+
 def test_a_write_after_a_rollback_counts_although_its_sequence_is_lower(tmp_path: Path) -> None:
     write_all(tmp_path, head_at(8), head_at(9), head_at(5))
 
