@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..journal.archive import FOLDER as ARCHIVE
+from ..journal.archive import segment_path
 from ..journal.backup import write_backup
 from ..journal.compactor import MutableCompactor
 from ..journal.entries import Segment
@@ -202,9 +204,14 @@ class MutableCommitter:
             remove_unnamed(core, [each.path for each in dropped])
 
     def compact(self) -> None:
-        """One step of the compactor and a backup, on the thread that owns the log."""
+        """One step of the compactor and a backup, on the thread that owns the log.
+
+        Nothing, if a commit just before it has stopped the writing.
+        """
         core = self._core
         with core.lock:
+            if core.mode is not Mode.WRITING:
+                return
             self._compactor.gather(core.state)
         self._compacted_at = core.log.sequence
         try:
@@ -213,6 +220,7 @@ class MutableCommitter:
             records = settled(core, error) or []
         except OSError:
             # What was gathered is kept: a full disk may have room at the next try.
+            self._leave_segment_to_the_close()
             return
         except CacheOfflineError as error:
             core.stop_writing(Mode.OFFLINE, str(error))
@@ -222,9 +230,19 @@ class MutableCommitter:
             return
         with core.lock:
             apply_records(core, records)
+            if any(isinstance(record.event, SegmentDropped) for record in records):
+                # What there was of it is unlinked, but not durably.
+                core.unsynced.add(ARCHIVE)
         if records:
             self._back_up()
             measure_journal(core)
+        else:
+            self._leave_segment_to_the_close()
+
+    def _leave_segment_to_the_close(self) -> None:
+        """Have the segment removed that the step sealed in vain, unless the next one seals it."""
+        path = segment_path(self._core.log.first_sequence)
+        self._core.leftovers |= {path, f"{path}.new"}
 
     def _back_up(self) -> None:
         core = self._core

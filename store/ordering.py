@@ -61,8 +61,10 @@ def stage_claim(core: MutableCore, claim: Claim) -> None:
         refusal = NotStored(NotStoredReason.FAILED, f"{type(error).__name__}: {error}")
     except BaseException:
         # Ctrl-C, while a caller writes what waits: it may be somebody else's boundary.
-        refuse(core, claim, NotStored(NotStoredReason.ABORTED, "the writing was interrupted"))
-        _end_staging(core)
+        try:
+            refuse(core, claim, NotStored(NotStoredReason.ABORTED, "the writing was interrupted"))
+        finally:
+            _end_staging(core)
         raise
     with core.lock:
         core.counts.stage_seconds += core.clock.monotonic() - started
@@ -70,9 +72,11 @@ def stage_claim(core: MutableCore, claim: Claim) -> None:
         refusal = refusal or core.refusal_by_mode()
         if refusal is None:
             core.to_commit.append(claim)
-    if refusal is not None:
-        refuse(core, claim, refusal)
-    _end_staging(core)
+    try:
+        if refusal is not None:
+            refuse(core, claim, refusal)
+    finally:
+        _end_staging(core)
 
 
 def _end_staging(core: MutableCore) -> None:
@@ -164,6 +168,12 @@ def _commit(
     core: MutableCore, accepted: list[Claim], riding: list[Event], events: list[Event]
 ) -> str | None:
     started = core.clock.monotonic()
+    with core.lock:
+        stopped = core.refusal_by_mode()
+    if stopped is not None:
+        # The commit before this one, of the same round, may be in doubt: nothing is added to it.
+        _give_up(core, accepted, riding, events, stopped)
+        return stopped.detail
     refusal = NotStored(NotStoredReason.JOURNAL, "")
     try:
         records = core.log.append(events, epoch=core.epoch, wall_ns=core.clock.wall_ns())

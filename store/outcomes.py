@@ -61,9 +61,12 @@ def refuse_waiting(core: MutableCore) -> None:
 
 
 def refuse(core: MutableCore, claim: Claim, refusal: NotStored) -> None:
-    _unlink_files_of(core, claim)
-    with core.lock:
-        settle_claim(core, claim, refusal)
+    """Remove what a claim left and settle it, whatever the removal meets."""
+    try:
+        _unlink_files_of(core, claim)
+    finally:
+        with core.lock:
+            settle_claim(core, claim, refusal)
 
 
 def remove_unnamed(core: MutableCore, paths: Iterable[str]) -> None:

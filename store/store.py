@@ -349,6 +349,7 @@ class MutableStore:
             if behind >= _COMPACT_AT_CLOSE_EVENTS:
                 self._committer.compact()
             remaining, core.leftovers = core.leftovers, set()
+            remaining -= {segment.path for segment in core.state.segments.values()}
             remove_unnamed(core, remaining)
             for folder in sorted(core.unsynced):
                 core.files.sync_directory(folder)

@@ -65,16 +65,18 @@ def _finish_quarantines(core: MutableCore) -> list[Event]:
     """
     events: list[Event] = []
     for file in sorted(core.state.quarantined):
-        is_aside = core.files.status(file.quarantine_path) is not None
-        is_in_place = core.files.status(file.path) is not None
-        if is_aside and is_in_place:
-            # To a rename two names of one file are the same, so it would leave both.
-            with contextlib.suppress(OSError):
-                core.files.unlink(file.path)
-                core.files.sync_directory(file.path.rpartition("/")[0])
-        elif is_in_place:
+        aside = core.files.status(file.quarantine_path)
+        in_place = core.files.status(file.path)
+        if aside is not None and in_place is not None:
+            # To a rename two names of one file are the same, so it would leave both. Anything else
+            # that stands aside is a stranger: the file stays where it is.
+            if aside.inode == in_place.inode:
+                with contextlib.suppress(OSError):
+                    core.files.unlink(file.path)
+                    core.files.sync_directory(file.path.rpartition("/")[0])
+        elif in_place is not None:
             core.overlay.to_move.add(file)
-        elif not is_aside:
+        elif aside is None:
             events.append(Deleted(file=file, already_gone=True))
     return events
 

@@ -682,20 +682,24 @@ def test_a_forked_child_neither_holds_nor_releases_the_lock_and_misses(
 def test_a_child_that_outlives_the_close_does_not_keep_the_lock(caches: CacheMaker) -> None:
     store = caches.open()
     reader, writer = os.pipe()
+    is_there, says_so = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         os.close(writer)
+        # The store has let go in here by now: a fork returns when its hooks have run.
+        os.write(says_so, b"!")
         os.read(reader, 1)
         os._exit(0)
+    os.read(is_there, 1)
 
     store.close()
     second = caches.open()
 
     assert second.mode is Mode.WRITING
-    os.close(writer)
-    os.close(reader)
+    for descriptor in (writer, reader, is_there, says_so):
+        os.close(descriptor)
     os.waitpid(pid, 0)
 
 
