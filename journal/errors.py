@@ -66,6 +66,10 @@ class JournalDamagedError(WalkbackError):
     """The journal does not verify: a broken link, a hole, a record that does not decode."""
 
 
+class ForeignJournalError(JournalDamagedError):
+    """The journal is of another cache than STORE: one of the two stands in the wrong directory."""
+
+
 class PayloadDamagedError(WalkbackError):
     """A payload file does not verify. The message says what differs."""
 

@@ -221,7 +221,11 @@ class Files:
         try:
             for part in name.split("/") if name else ():
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-                below = os.open(part, flags, dir_fd=folder)
+                try:
+                    below = os.open(part, flags, dir_fd=folder)
+                except OSError as error:
+                    error.filename = str(self.root / name)
+                    raise
                 os.close(folder)
                 folder = below
             if os.fstat(folder).st_dev != self._device:

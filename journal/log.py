@@ -14,7 +14,7 @@ import cbor2
 from . import chain
 from .codec import encode
 from .environment import MutableEnvironment, Transaction, create_environment
-from .errors import CacheOfflineError, JournalDamagedError
+from .errors import CacheOfflineError, ForeignJournalError, JournalDamagedError
 from .events import Compacted, Event, Record
 from .files import Files
 from .head import CleanMark, Head, MutableHead
@@ -79,7 +79,7 @@ class MutableLog(LogReader):
         log = cls(files, MutableEnvironment.open(files), head)
         if log.store_id != store_id:
             log.abandon()
-            raise JournalDamagedError(f"{files.root} holds the journal of another cache")
+            raise ForeignJournalError(f"{files.root} holds the journal of another cache")
         return log
 
     @property
@@ -169,7 +169,11 @@ class MutableLog(LogReader):
         """
         is_clean = not self.is_unsettled
         self._environment.close()
-        status = self._files.status("journal/data.mdb")
+        try:
+            status = self._files.status("journal/data.mdb")
+        except OSError as error:
+            self.head_failure = error
+            return
         if is_clean and status is not None:
             mark = CleanMark(nbytes=status.nbytes, inode=status.inode, mtime_ns=status.mtime_ns)
             self._write_head(mark)

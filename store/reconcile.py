@@ -19,7 +19,7 @@ from ..journal.events import Adopted, Event, Lost
 from ..journal.files import Files
 from ..journal.state import State
 from ..journal.words import FileName, Kind
-from .verify import Header, verify_payload
+from .verify import Header, opened, verify_payload
 
 NUMBER = re.compile(r"[0-9a-f]{8}")
 
@@ -71,6 +71,20 @@ def reconcile(files: Files, state: State, store_id: bytes) -> Findings:
         epochs=tuple(sorted(epochs - unreadable)),
         unreadable=frozenset(unreadable),
     )
+
+
+def is_of_another_cache(files: Files, store_id: bytes) -> bool:
+    """Whether there are payloads and all that can be read were written under another STORE."""
+    is_foreign = False
+    for file in payloads_on_disk(files):
+        try:
+            with opened(files, file.path, nbytes=None, expected=None) as payload:
+                if payload.header.description.store_id == store_id:
+                    return False
+        except (OSError, PayloadDamagedError):
+            continue
+        is_foreign = True
+    return is_foreign
 
 
 def payloads_on_disk(files: Files) -> Iterator[FileName]:

@@ -9,17 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..journal.backup import restore_backup
-from ..journal.environment import FOLDER, remove_folder
-from ..journal.errors import DiskFullError, JournalDamagedError, RootRefusedError, WalkbackError
+from ..journal.environment import FOLDER
+from ..journal.errors import (
+    DiskFullError,
+    RootRefusedError,
+    WalkbackError,
+)
 from ..journal.events import Closed, Event, Opened, Rebuilt, SettingSet
 from ..journal.files import Files
 from ..journal.head import MutableHead
-from ..journal.log import MutableLog
 from ..journal.state import State
-from ..journal.verify import verify_in_child
 from ..journal.words import Kind
 from .core import Clock, MutableCore
+from .found_journal import FoundJournal, find_journal
 from .ordering import measure_journal
 from .reconcile import NUMBER, reconcile
 from .root import (
@@ -30,8 +32,8 @@ from .root import (
     lock_root,
     make_folders,
     make_identity,
-    needs_verification,
     read_owner,
+    sync_root,
     this_process,
     write_owner,
 )
@@ -50,14 +52,6 @@ class OpenedCache:
     core: MutableCore
     head: MutableHead
     identity: StoreIdentity
-
-
-@dataclass(slots=True)
-class _Journal:
-    log: MutableLog
-    state: State
-    # Why the journal may not know all payloads, or None if it does.
-    cause: str | None
 
 
 def open_cache(
@@ -83,6 +77,7 @@ def open_cache(
             # being read must not look like one that needs no verification.
             write_owner(files, Owner(pid=owner.pid, boot_id=""))
             if identity is None:
+                sync_root(files.root)
                 identity = make_identity(files)
             make_folders(files)
         except OSError as error:
@@ -90,11 +85,11 @@ def open_cache(
                 raise
             raise RootRefusedError(f"{files.root} cannot be written: {error.strerror}") from error
         head = MutableHead(files)
-        journal = _open_journal(files, identity, head, previous, owner)
+        journal = find_journal(files, identity, head, previous, owner)
         try:
-            write_owner(files, owner)
             core = _begin_epoch(journal, files, identity, head, owner, settings, clock, versions)
             sweep(core)
+            write_owner(files, owner)
         except BaseException:
             journal.log.abandon()
             raise
@@ -102,13 +97,25 @@ def open_cache(
         if head is not None:
             head.close()
         files.close()
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFullError(
-                f"{files.root} cannot be opened, for that needs a few kilobytes and the disk is "
-                "full: free some space"
-            ) from error
+        if isinstance(error, OSError) and (named := _named(error, files.root)) is not None:
+            raise named from error
         raise
     return OpenedCache(core=core, head=head, identity=identity)
+
+
+def _named(error: OSError, root: Path) -> WalkbackError | None:
+    """What an opening says instead, if an error of the system needs an explanation."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFullError(
+            f"{root} cannot be opened, for that needs a few kilobytes and the disk is full: free "
+            "some space"
+        )
+    if error.errno in (errno.ENOTDIR, errno.ELOOP):
+        return RootRefusedError(
+            f"{error.filename or root} is a link or a file where the cache had a folder: put the "
+            "folder back, or start with an empty directory"
+        )
+    return None
 
 
 def close_cache(opened: OpenedCache, *, is_clean: bool) -> None:
@@ -140,58 +147,8 @@ def _record_close(core: MutableCore) -> bool:
     return True
 
 
-def _open_journal(
-    files: Files,
-    identity: StoreIdentity,
-    head: MutableHead,
-    previous: Owner | None,
-    owner: Owner,
-) -> _Journal:
-    """The log and its fold: as it is, or from a backup, or new."""
-    cause: str | None = None
-    if files.status(FOLDER) is None:
-        # A new cache has no HEAD and no payloads; anything else has lost its journal.
-        if head.value is not None or any(files.names(kind.folder) for kind in Kind):
-            cause = "the journal was missing"
-            restore_backup(files)
-    elif needs_verification(files, head.value, previous=previous, owner=owner):
-        cause = verify_in_child(files.root)
-        if cause is not None:
-            _replace_journal(files)
-    if files.status(FOLDER) is None:
-        MutableLog.create(files, identity.store_id)
-    try:
-        log, state = _load(files, identity, head)
-    except JournalDamagedError as error:
-        cause = str(error)
-        _replace_journal(files)
-        if files.status(FOLDER) is None:
-            MutableLog.create(files, identity.store_id)
-        log, state = _load(files, identity, head)
-    if cause is None and head.value is not None and log.is_behind(head.value):
-        cause = f"the journal ends at event {log.sequence}, and HEAD saw {head.value.sequence}"
-    return _Journal(log, state, cause)
-
-
-def _replace_journal(files: Files) -> None:
-    """Put the newest good backup in the journal's place; without one, put the journal aside."""
-    if restore_backup(files) is None:
-        remove_folder(files, "journal.bad")
-        files.rename(FOLDER, "journal.bad")
-        files.sync_directory("")
-
-
-def _load(files: Files, identity: StoreIdentity, head: MutableHead) -> tuple[MutableLog, State]:
-    log = MutableLog.open(files, store_id=identity.store_id, head=head)
-    try:
-        return log, log.load()
-    except BaseException:
-        log.abandon()
-        raise
-
-
 def _begin_epoch(
-    journal: _Journal,
+    journal: FoundJournal,
     files: Files,
     identity: StoreIdentity,
     head: MutableHead,

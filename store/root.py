@@ -80,7 +80,6 @@ def lock_root(
         if is_new_allowed:
             with contextlib.suppress(FileExistsError):
                 root.mkdir(mode=0o700)
-                _sync(root.parent)
         files = make_files(root)
     except FileNotFoundError:
         raise RootRefusedError(f"there is no cache at {root}") from None
@@ -102,9 +101,12 @@ def lock_root(
     return files
 
 
-def _sync(directory: Path) -> None:
-    """Make a new root durable in its parent. One that cannot be opened is not synced."""
-    with contextlib.suppress(PermissionError), contextlib.closing(Files(directory)) as files:
+def sync_root(root: Path) -> None:
+    """Make a root's name durable in its parent. One that cannot be opened is not synced.
+
+    Not where it is made: whoever died in between would leave it to an opening that finds it there.
+    """
+    with contextlib.suppress(PermissionError), contextlib.closing(Files(root.parent)) as files:
         files.sync_directory("")
 
 
@@ -164,8 +166,16 @@ def _check_of(version: int, store_id: bytes, secret: bytes) -> bytes:
 
 
 def make_folders(files: Files) -> None:
-    """Make the folders that are missing."""
-    missing = [name for name in FOLDERS if files.status(name) is None]
+    """Make the folders that are missing. ``NotADirectoryError`` if something else stands there."""
+    missing: list[str] = []
+    for name in FOLDERS:
+        status = files.status(name)
+        if status is None:
+            missing.append(name)
+        elif not status.is_directory:
+            raise NotADirectoryError(
+                errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(files.root / name)
+            )
     for name in missing:
         files.make_directory(name)
     if missing:
@@ -177,7 +187,7 @@ def read_owner(files: Files) -> Owner | None:
     try:
         content = json.loads(_read(files, _OWNER) or b"null")
         return Owner(pid=int(content["pid"]), boot_id=str(content["boot_id"]))
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 
 

@@ -428,7 +428,7 @@ def test_opening_again_after_an_interrupted_verification_verifies_again(
         calls.append(root)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("walkback.store.recovery.verify_in_child", interrupted)
+    monkeypatch.setattr("walkback.store.found_journal.verify_in_child", interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt), open_store(root, SETTINGS):
             pass

@@ -1,52 +1,62 @@
-"""A crash after every step of a cache's life, in both models, and again inside each recovery."""
+"""Every layer of ``crash`` runs a share here, and every mutant is killed by the layer meant to.
 
+``make crash`` runs all of it.
+"""
+
+import json
 import os
 import random
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from crash_story import (
-    SETTINGS,
-    Moment,
-    Story,
-    Survey,
-    World,
-    boundary,
-    crashes_inside_recovery,
-    key,
-    pair,
-    put,
-    require_sound,
-    scratch_directory,
-    tell,
-    tensors_of,
-)
-from crashes import Disk, RecordingFiles
-from mutants_crash import MUTANTS, Mutant
+from crash.disk import Disk
+from crash.layer import Effort, MutableReport
+from crash.layers import LAYERS
+from crash.lives import open_store, scratch_directory, steady
+from crash.mutants import MUTANTS
+from crash.portable import record
+from crash.recording import RecordingFiles
+from crash.run import judge
+from crash.world import World, boundary, key, pair, put, require_sound, tensors_of
 
 from walkback.journal.words import Kind, NotStoredReason
 from walkback.store.boundary import Claim
-from walkback.store.store import MutableStore
-
-# All of it takes some minutes: WALKBACK_EXAMPLES=1 looks at every image.
-EVERYTHING = bool(os.environ.get("WALKBACK_EXAMPLES"))
-FRACTION = 1.0 if EVERYTHING else 0.1
-RECOVERY_COUNT = 60 if EVERYTHING else 6
 
 
-@pytest.fixture(scope="module")
-def scratch() -> Iterator[Path]:
-    with scratch_directory() as path:
-        yield path
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_share_of_each_layer_finds_nothing(name: str) -> None:
+    layer = LAYERS[name]
+
+    report = layer.report(Effort(share=layer.quick_share))
+
+    if report.skipped:
+        pytest.skip(report.skipped)
+    assert report.failures == []
+    assert report.histories and report.states
 
 
-@pytest.fixture(scope="module")
-def moments(scratch: Path) -> list[Moment]:
-    return tell(scratch / "story")
+@pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS])
+def test_each_mutant_is_killed_by_the_layer_that_is_meant_to(name: str) -> None:
+    verdict = judge(name)
+
+    if verdict.seen.startswith("skipped"):
+        pytest.skip(verdict.seen)
+    assert verdict.killed_by is not None, verdict
 
 
-def test_the_model_of_the_disk_is_the_disk(scratch: Path) -> None:
+def test_there_are_mutants_for_all_of_the_protocol() -> None:
+    assert len(MUTANTS) >= 15
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    assert {mutant.layer for mutant in MUTANTS} <= LAYERS.keys()
+
+
+# The harness itself.
+
+
+def test_the_model_of_the_disk_is_the_disk() -> None:
     compared: list[bool] = []
 
     def comparing(root: Path, disk: Disk, after_step: Callable[[str], None]) -> RecordingFiles:
@@ -64,48 +74,10 @@ def test_the_model_of_the_disk_is_the_disk(scratch: Path) -> None:
 
         return RecordingFiles(root, disk, compare)
 
-    tell(scratch / "compared", comparing)
+    with steady(), scratch_directory() as scratch:
+        record(scratch / "compared", comparing)
 
     assert len(compared) > 50 and all(compared)
-
-
-def test_a_crash_after_any_step_leaves_what_was_acknowledged(
-    moments: list[Moment], scratch: Path
-) -> None:
-    survey = Survey(fraction=FRACTION)
-
-    for moment in moments:
-        for image, is_new_boot in survey.images(moment):
-            survey.look(image, moment, scratch, is_new_boot=is_new_boot)
-
-    assert len(moments) > 300
-    assert survey.counts["died"] > 200 and survey.counts["power"] > 600, survey.counts
-
-
-def test_a_crash_inside_a_recovery_leaves_what_was_acknowledged(
-    moments: list[Moment], scratch: Path
-) -> None:
-    survey = Survey(fraction=FRACTION, random_count=0)
-    chosen = _of_each_kind(moments)
-
-    for number, moment in enumerate(chosen[:RECOVERY_COUNT]):
-        images = list(Survey().images(moment))
-        image, is_new_boot = random.Random(number).choice(images)
-        for inner in crashes_inside_recovery(image, moment, scratch, is_new_boot=is_new_boot):
-            for again, is_again_new in survey.images(inner):
-                survey.look(again, inner, scratch, is_new_boot=is_again_new)
-
-    assert survey.counts.total() > 200, survey.counts
-
-
-def _of_each_kind(moments: list[Moment]) -> list[Moment]:
-    """Moments with something to do for a recovery, one of each kind of step, in a random order."""
-    kinds: dict[tuple[str, ...], Moment] = {}
-    order = random.Random(5)
-    for moment in order.sample(moments, len(moments)):
-        words = [word.rstrip("0123456789abcdef/-") for word in moment.step.split()]
-        kinds.setdefault((*words, str(len(moment.legal))), moment)
-    return list(kinds.values())
 
 
 def test_the_power_model_loses_what_is_not_synced(tmp_path: Path) -> None:
@@ -127,21 +99,63 @@ def test_the_power_model_loses_what_is_not_synced(tmp_path: Path) -> None:
     assert Disk.of(tmp_path / "image").died().folders == ("a", "b")
 
 
-def test_a_story_without_a_crash_ends_in_the_world_that_it_tells(scratch: Path) -> None:
-    story = Story(scratch / "short")
-    story.open()
-    story.put("a1", pair("a1"), depth=1)
-    again = put(story.store, boundary("a1", pair("a1"), depth=1), pair("a1"))
-    story.close()
+def test_every_combination_of_few_losses_is_built() -> None:
+    disk = Disk()
+    names = ["one", "two", "three"]
+    for name in names:
+        disk.create(name)
 
-    assert again.is_empty
-    assert story.moments[-1].legal == (story.world,)
+    images = list(disk.lost_power(random.Random(1), random_count=0))
+
+    found = {tuple(sorted(path for path, _, _ in image.files)) for image in images}
+    assert len(found) == 2 ** len(names)
+
+
+def test_two_runs_meet_the_same_states_and_their_parts_share_them_out() -> None:
+    def states(**effort: float) -> set[bytes]:
+        report = MutableReport("test", Effort(**effort))  # pyright: ignore[reportArgumentType]
+        return {state for number in range(500) if (state := report.takes(number))}
+
+    whole = states(share=0.5)
+
+    assert whole == states(share=0.5) != states(share=0.5, seed=2)
+    assert 150 < len(whole) < 350
+    assert states(share=0.5, parts=2, part=0) | states(share=0.5, parts=2, part=1) == whole
+
+
+def test_a_failure_says_how_to_see_it_again() -> None:
+    report = MutableReport("portable", Effort(seed=7))
+    state = report.takes("something")
+    assert state is not None
+    report.failed(state, "it broke")
+
+    assert "--layer portable --seed 7 --only " in report.failures[0]
+    only = report.failures[0].rpartition("--only ")[2][:12]
+    again = MutableReport("portable", Effort(seed=7, only=only))
+    assert again.takes("another") is None
+    assert again.takes("something") == state
+
+
+def test_the_program_prints_lines_for_programs() -> None:
+    package_parent, tests = Path(__file__).parents[1] / "src", Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-m", "crash", "--json", "--layer", "story"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(package_parent), str(tests)])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert lines[0].items() >= {"layer": "story", "states": 1, "failures": 0}.items()
+    assert all(line["killed_by"] == "story" for line in lines[1:]) and len(lines) > 1
 
 
 def test_a_sidecar_whose_block_went_meanwhile_is_refused(tmp_path: Path) -> None:
     """It has its block's key and once passed for it: the journal then never replayed again."""
     block, sidecar = ({each: content} for each, content in pair("a1").items())
-    with MutableStore.open(tmp_path / "cache", SETTINGS) as store:
+    with open_store(tmp_path / "cache") as store:
         put(store, boundary("a1", block, depth=1), block)
         claim = store.claim(boundary("a1", sidecar, depth=1), request=1, producer="test")
         assert isinstance(claim, Claim)
@@ -152,13 +166,3 @@ def test_a_sidecar_whose_block_went_meanwhile_is_refused(tmp_path: Path) -> None
         assert claim.settled.wait(30) and claim.refusal is not None
         assert claim.refusal.reason is NotStoredReason.PARENT
         require_sound(store, tmp_path / "cache", [World()])
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_each_mutant_is_caught(
-    mutant: Mutant, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutant.patch(monkeypatch)
-
-    with scratch_directory() as path, pytest.raises(AssertionError):
-        mutant.check(path, mutant.files)

@@ -8,24 +8,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from crash_story import (
+from crash.disk import Disk, Entries, Image
+from crash.lives import another_life, scratch_directory
+from crash.recording import RecordingFiles
+from crash.world import (
     SETTINGS,
     Between,
     EntryId,
     Legal,
     World,
-    another_life,
     boundary,
     key,
     located,
     pair,
+    payload_files,
     put,
     require_sound,
-    scratch_directory,
     settle,
 )
-from crashes import Disk, Entries, Image, RecordingFiles
 
+from walkback.journal.errors import RootRefusedError
 from walkback.journal.words import Kind
 from walkback.store.store import MutableStore
 
@@ -218,7 +220,7 @@ def test_what_is_adopted_stays_although_its_name_was_not_durable(tmp_path: Path)
 
 def crashes_inside_opening(root: Path, disk: Disk) -> list[Image]:
     """What crashes leave after each step of opening a cache, in both models."""
-    images: dict[int, Image] = {}
+    images: dict[str, Image] = {}
 
     def note(step: str) -> None:
         for image in (disk.died(), *disk.lost_power(random.Random(1), random_count=2)):
@@ -241,3 +243,44 @@ def require_all(images: Sequence[Image], legal: Legal) -> None:
             image.write_to(root)
             with MutableStore.open(root, SETTINGS) as store:
                 require_sound(store, root, legal)
+
+
+def test_a_store_of_another_cache_touches_no_payload_when_the_journal_is_missing(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "cache"
+    expected = make_cache(root)
+    make_cache(tmp_path / "other")
+    mine = (root / "STORE").read_bytes()
+    shutil.copy(tmp_path / "other" / "STORE", root / "STORE")
+    shutil.move(root / "journal", tmp_path / "journal")
+    shutil.rmtree(root / "backup")
+    before = payload_files(root)
+
+    with pytest.raises(RootRefusedError, match="of another cache than its STORE"):
+        MutableStore.open(root, SETTINGS)
+
+    assert payload_files(root) == before and not (root / "journal").exists()
+    (root / "STORE").write_bytes(mine)
+    assert "Adopted" in reopened(root, expected)
+
+
+@pytest.mark.parametrize("folder", ["blocks", "archive", "journal", "staging"])
+@pytest.mark.parametrize("what", ["file", "link"])
+def test_what_is_no_folder_where_one_belongs_is_refused_by_name(
+    folder: str, what: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "cache"
+    expected = make_cache(root)
+    (root / folder).rename(tmp_path / "aside")
+    if what == "file":
+        (root / folder).write_bytes(b"")
+    else:
+        (root / folder).symlink_to(tmp_path / "aside")
+
+    with pytest.raises(RootRefusedError, match=f"cache/{folder}.* is a link or a file"):
+        MutableStore.open(root, SETTINGS)
+
+    (root / folder).unlink()
+    (tmp_path / "aside").rename(root / folder)
+    reopened(root, expected)

@@ -1,4 +1,4 @@
-"""Crashes for tests: a model of the disk, files that keep it up to date, and the disks it allows.
+"""A model of the disk, and the disks that it allows after a crash.
 
 Two models of a crash, after any step:
 
@@ -11,20 +11,22 @@ LMDB is trusted: its commit is one step, atomic, and durable on return. What sta
 before the first commit is not.
 """
 
-import os
+import functools
+import itertools
 import random
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from walkback.journal.files import Files, Transaction, rounded_to_blocks
+from blake3 import blake3
 
 SECTOR_BYTES = 512
 
-# A change is lost or kept on its own while it is this new; later only together with all other old
-# ones: HEAD and OWNER are not synced for long, and each of their writes would be an image a step.
-_NEW_CHANGES = 10
+# With no more combinations of what may be lost than this, all are built; else some.
+_COMBINATIONS_MAX = 1 << 9
+# Of a place that was written many times since it was synced, such as a slot of HEAD, the disk may
+# hold any version; these many of the newest are told apart, with the oldest.
+_NEWEST_VERSIONS = 2
 
 _ROOT = 0
 
@@ -58,8 +60,10 @@ class Image:
     files: tuple[tuple[str, int, bytes], ...]
 
     @property
-    def identity(self) -> int:
-        return hash((self.folders, tuple((path, content) for path, _, content in self.files)))
+    def identity(self) -> str:
+        """The same for the same names and bytes."""
+        files = [(path, _digest_of(content)) for path, _, content in self.files]
+        return blake3(repr((self.folders, files)).encode()).hexdigest(16)
 
     def write_to(self, root: Path) -> None:
         """Make ``root`` this image."""
@@ -176,30 +180,54 @@ class Disk:
         return self._image("died", self.pending)
 
     def lost_power(self, randomness: random.Random, *, random_count: int) -> Iterator[Image]:
-        """Disks after the power was lost: none of what is pending, all of it, each alone, all but
-        each, sizes without data, torn writes, and some random ones."""
-        pending = self.pending
+        """Disks after the power was lost: every combination of what may be lost, if they are not
+        too many; else none of it, all, each alone, all but each, and some random ones. Then, with
+        all else there, sizes without their data and torn writes."""
+        choices = _choices(self.pending)
         yield self._image("none", [])
-        if not pending:
-            return
-        yield self._image("all", pending)
-        old, new = pending[:-_NEW_CHANGES], pending[-_NEW_CHANGES:]
-        if old:
-            yield self._image("only old", old)
-            yield self._image("all but old", new)
-        for index, change in enumerate(new):
-            others = [*old, *new[:index], *new[index + 1 :]]
-            if len(pending) > 1:
-                yield self._image(f"only {_said(change)}", [change])
-                yield self._image(f"all but {_said(change)}", others)
+        combinations = 1
+        for versions in choices:
+            combinations *= 1 + len(versions)
+        if combinations <= _COMBINATIONS_MAX:
+            for some in itertools.product(*([None, *versions] for versions in choices)):
+                yield self._kept("some", some)
+        else:
+            newest = [versions[-1] for versions in choices]
+            yield self._kept("all", newest)
+            for index, change in enumerate(newest):
+                without = [*newest[:index], None, *newest[index + 1 :]]
+                alone = [None] * index + [change] + [None] * (len(newest) - index - 1)
+                yield self._kept(f"only {_said(change)}", alone)
+                yield self._kept(f"all but {_said(change)}", without)
+            for _ in range(random_count):
+                some = [randomness.choice([None, *versions]) for versions in choices]
+                yield self._kept("random", some)
+        for index, change in enumerate(self.pending):
             if isinstance(change, Bytes) and change.content:
+                before, after = self.pending[:index], self.pending[index + 1 :]
                 size = Bytes(change.file, change.offset + len(change.content), b"")
-                yield self._image(f"size of {_said(change)}", [*others, size])
+                yield self._image(f"size of {_said(change)}", [*before, size, *after])
                 torn = _torn(change, randomness)
-                yield self._image(f"torn {_said(change)}", [*old, *new[:index], *torn])
-        for _ in range(random_count if len(pending) > 2 else 0):
-            some = [each for each in pending if randomness.random() < 0.5]
-            yield self._image("random", some)
+                yield self._image(f"torn {_said(change)}", [*before, *torn])
+
+    def draw(self, randomness: random.Random) -> Image:
+        """One disk after the power was lost: none, all or some of what is pending, or a tear."""
+        luck = randomness.random()
+        if luck < 0.1:
+            return self._image("none", [])
+        if luck < 0.25:
+            return self._image("all", self.pending)
+        written = [each for each in self.pending if isinstance(each, Bytes) and each.content]
+        if luck > 0.75 and written:
+            change = randomness.choice(written)
+            before = self.pending[: next(i for i, c in enumerate(self.pending) if c is change)]
+            return self._image(f"torn {_said(change)}", [*before, *_torn(change, randomness)])
+        some = [randomness.choice([None, *each]) for each in _choices(self.pending)]
+        return self._kept("some", some)
+
+    def _kept(self, label: str, some: Sequence[Change | None]) -> Image:
+        kept = {id(change) for change in some}
+        return self._image(label, [each for each in self.pending if id(each) in kept])
 
     def _image(self, label: str, kept: Sequence[Change]) -> Image:
         folders = {inode: dict(names) for inode, names in self.folders.items()}
@@ -244,6 +272,22 @@ class Disk:
         self.pending.append(Entries(folder, names))
 
 
+@functools.lru_cache(maxsize=4096)
+def _digest_of(content: bytes) -> bytes:
+    return blake3(content).digest(16)
+
+
+def _choices(pending: Sequence[Change]) -> list[list[Change]]:
+    """What may be lost on its own, with the versions that may be there instead."""
+    places: dict[object, list[Change]] = {}
+    for change in pending:
+        place: object = id(change)
+        if isinstance(change, Bytes) and change.content:
+            place = (change.file, change.offset, len(change.content))
+        places.setdefault(place, []).append(change)
+    return [versions[:1] + versions[1:][-_NEWEST_VERSIONS:] for versions in places.values()]
+
+
 def _written(content: bytes, change: Bytes) -> bytes:
     start, end = change.offset, change.offset + len(change.content)
     return content[:start].ljust(start, b"\0") + change.content + content[end:]
@@ -267,163 +311,3 @@ def _said(change: Change) -> str:
     if isinstance(change, Bytes):
         return f"{len(change.content)} bytes of #{change.file}"
     return ", ".join(f"{'+' if inode else '-'}{name}" for name, inode in change.names)
-
-
-class RecordingFiles(Files):
-    """Keeps ``disk`` as the disk is, one step after the other, whatever thread takes it.
-
-    ``after_step`` is called with the lock held, so nothing moves while it looks. ``refused`` are
-    paths that cannot be unlinked. ``before_sync`` is called once, before a payload is synced.
-    ``room_bytes`` is how much the volume holds, None if it has no end.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        disk: Disk | None = None,
-        after_step: Callable[[str], None] = lambda step: None,
-    ) -> None:
-        super().__init__(root)
-        self.disk = disk if disk is not None else Disk()
-        self.refused: set[str] = set()
-        self.before_sync: Callable[[], None] | None = None
-        self.room_bytes: int | None = None
-        self._after_step = after_step
-        self._lock = threading.RLock()
-        self._inodes: dict[int, int] = {}
-        self._paths: dict[int, str] = {}
-
-    def interrupt(self, descriptor: int) -> None:
-        """Call ``before_sync``, which may take steps itself, if the file is a payload."""
-        interrupt = self.before_sync
-        if interrupt is not None and self.path_of(descriptor).startswith("staging/"):
-            self.before_sync = None
-            interrupt()
-
-    def free_bytes(self) -> int:
-        with self._lock:
-            room_bytes = self.room_bytes
-            return super().free_bytes() if room_bytes is None else room_bytes - self.used_bytes()
-
-    def used_bytes(self) -> int:
-        """What the files take on the volume, the journal's and the few small ones apart."""
-        return sum(
-            rounded_to_blocks(len(content))
-            for path, _, content in self.disk.died().files
-            if path.startswith(("blocks/", "sidecars/", "staging/", "quarantine/"))
-        )
-
-    def path_of(self, descriptor: int) -> str:
-        """The name under which a file was created or opened."""
-        return self._paths.get(descriptor, "")
-
-    def make_directory(self, name: str) -> None:
-        with self._lock:
-            super().make_directory(name)
-            self.disk.make_directory(name)
-            self._after_step(f"make {name}")
-
-    def remove_directory(self, name: str) -> None:
-        with self._lock:
-            super().remove_directory(name)
-            self.disk.remove(name)
-            self._after_step(f"remove {name}")
-
-    def sync_directory(self, name: str) -> None:
-        with self._lock:
-            super().sync_directory(name)
-            self.disk.sync_directory(name)
-            self._after_step(f"sync directory {name}")
-
-    def create(self, name: str) -> int:
-        with self._lock:
-            descriptor = super().create(name)
-            self._inodes[descriptor] = self.disk.create(name)
-            self._paths[descriptor] = name
-            self._after_step(f"create {name}")
-            return descriptor
-
-    def open_for_update(self, name: str) -> int:
-        with self._lock:
-            descriptor = super().open_for_update(name)
-            inode = self.disk.find(name)
-            assert inode is not None
-            self._inodes[descriptor], self._paths[descriptor] = inode, name
-            return descriptor
-
-    def close_file(self, descriptor: int) -> None:
-        with self._lock:
-            self._inodes.pop(descriptor, None)
-            self._paths.pop(descriptor, None)
-            super().close_file(descriptor)
-
-    def write(self, descriptor: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:
-        with self._lock:
-            super().write(descriptor, buffers, offset)
-            self.disk.write(self._inodes[descriptor], offset, b"".join(buffers))
-            self._after_step(f"write {self.path_of(descriptor)}")
-
-    def sync(self, descriptor: int) -> None:
-        self.interrupt(descriptor)
-        with self._lock:
-            self._see_what_lmdb_wrote(descriptor)
-            super().sync(descriptor)
-            self.disk.sync(self._inodes[descriptor])
-            self._after_step(f"sync {self.path_of(descriptor)}")
-
-    def rename(self, old: str, new: str) -> None:
-        with self._lock:
-            super().rename(old, new)
-            self.disk.rename(old, new)
-            self._after_step(f"rename {old} {new}")
-
-    def unlink(self, name: str) -> None:
-        with self._lock:
-            if name in self.refused:
-                raise PermissionError(1, "Operation not permitted")
-            super().unlink(name)
-            self.disk.remove(name)
-            self._after_step(f"unlink {name}")
-
-    def commit(self, transaction: Transaction) -> None:
-        with self._lock:
-            self._see_a_new_journal()
-            super().commit(transaction)
-            for folder in ("journal.new", "journal"):
-                inode = self.disk.find(f"{folder}/data.mdb")
-                path = self.root / folder / "data.mdb"
-                if inode is not None and path.exists():
-                    self.disk.contents[inode] = path.read_bytes()
-            self._after_step("commit")
-
-    def scribble(self, name: str, offset: int) -> None:
-        """Flip a byte of a file behind the store's back, durably."""
-        inode = self.disk.find(name)
-        assert inode is not None
-        content = bytearray(self.disk.content(inode))
-        content[offset] ^= 1
-        self.disk.sync(inode)
-        self.disk.contents[inode] = bytes(content)
-        (self.root / name).write_bytes(content)
-        self._after_step(f"scribble on {name}")
-
-    def _see_a_new_journal(self) -> None:
-        """LMDB makes its file when it is opened: a torn one may be there before the commit."""
-        for folder in ("journal.new", "journal"):
-            name = f"{folder}/data.mdb"
-            if self.disk.find(name) is None and (self.root / name).exists():
-                inode = self.disk.create(name)
-                self._after_step(f"create {name}")
-                pages = (self.root / name).read_bytes() or bytes(8192)
-                self.disk.write(inode, 0, pages)
-                self._after_step(f"write {name}")
-                # The commit makes the whole file durable, not its name.
-                self.disk.sync(inode)
-
-    def _see_what_lmdb_wrote(self, descriptor: int) -> None:
-        """A copy of the journal is written by LMDB, not through ``write``."""
-        inode = self._inodes[descriptor]
-        content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-        if content != self.disk.content(inode):
-            self.disk.write(inode, 0, content)
-            self._after_step(f"write {self.path_of(descriptor)}")
