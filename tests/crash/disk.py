@@ -13,6 +13,7 @@ before the first commit is not.
 
 import functools
 import itertools
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from blake3 import blake3
 SECTOR_BYTES = 512
 
 # With no more combinations of what may be lost than this, all are built; else some.
-_COMBINATIONS_MAX = 1 << 9
+COMBINATIONS_MAX = 1 << 9
 # Of a place that was written many times since it was synced, such as a slot of HEAD, the disk may
 # hold any version; these many of the newest are told apart, with the oldest.
 _NEWEST_VERSIONS = 2
@@ -67,16 +68,23 @@ class Image:
 
     def write_to(self, root: Path) -> None:
         """Make ``root`` this image."""
+        # Through a descriptor and without objects for paths: this is done for every state.
         root.mkdir()
-        for folder in self.folders:
-            (root / folder).mkdir()
-        first: dict[int, str] = {}
-        for path, inode, content in self.files:
-            if inode in first:
-                (root / path).hardlink_to(root / first[inode])
-            else:
-                (root / path).write_bytes(content)
+        folder_of_all = os.open(root, os.O_RDONLY)
+        try:
+            for folder in self.folders:
+                os.mkdir(folder, dir_fd=folder_of_all)
+            first: dict[int, str] = {}
+            for path, inode, content in self.files:
+                if inode in first:
+                    (root / path).hardlink_to(root / first[inode])
+                    continue
                 first[inode] = path
+                file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=folder_of_all)
+                os.write(file, content)
+                os.close(file)
+        finally:
+            os.close(folder_of_all)
 
 
 @dataclass(slots=True)
@@ -179,7 +187,13 @@ class Disk:
         """The disk after the process died."""
         return self._image("died", self.pending)
 
-    def lost_power(self, randomness: random.Random, *, random_count: int) -> Iterator[Image]:
+    def lost_power(
+        self,
+        randomness: random.Random,
+        *,
+        random_count: int,
+        combinations_max: int = COMBINATIONS_MAX,
+    ) -> Iterator[Image]:
         """Disks after the power was lost: every combination of what may be lost, if they are not
         too many; else none of it, all, each alone, all but each, and some random ones. Then, with
         all else there, sizes without their data and torn writes."""
@@ -188,7 +202,7 @@ class Disk:
         combinations = 1
         for versions in choices:
             combinations *= 1 + len(versions)
-        if combinations <= _COMBINATIONS_MAX:
+        if combinations <= combinations_max:
             for some in itertools.product(*([None, *versions] for versions in choices)):
                 yield self._kept("some", some)
         else:

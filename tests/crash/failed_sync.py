@@ -326,4 +326,4 @@ def run(report: MutableReport) -> None:
                     return
 
 
-LAYER = Layer("failed sync", run, quick_share=0.1)
+LAYER = Layer("failed sync", run, quick_share=0.06, full_share=0.4)

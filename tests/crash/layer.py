@@ -101,11 +101,15 @@ def in_a_line(error: BaseException) -> str:
 
 
 class Layer(NamedTuple):
-    """One way to break a cache. ``quick_share`` of it is run by ``make test``."""
+    """One way to break a cache.
+
+    ``quick_share`` of it is run by ``make test``, ``full_share`` by ``make crash``.
+    """
 
     name: str
     run: Callable[[MutableReport], None]
     quick_share: float
+    full_share: float = 1.0
 
     def report(self, effort: Effort) -> MutableReport:
         """Run it."""

@@ -139,4 +139,4 @@ def run(report: MutableReport) -> None:
                 return
 
 
-LAYER = Layer("libc", run, quick_share=0.05)
+LAYER = Layer("libc", run, quick_share=0.05, full_share=0.8)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from .disk import Disk, Image
+from .disk import COMBINATIONS_MAX, Disk, Image
 from .layer import Layer, MutableReport, in_a_line
 from .lives import another_life, open_store, require_recovery, scratch_directory, steady
 from .recording import RecordingFiles
@@ -24,6 +24,9 @@ MakeRecording = Callable[[Path, Disk, Callable[[str], None]], RecordingFiles]
 
 # Recoveries that are recorded of each kind of moment.
 _IMAGES_EACH = 3
+# Random disks of a moment, and how many combinations are all built inside recoveries.
+_RANDOM_COUNT = 20
+_FEW = 1 << 6
 # When one failure is enough: what is wrong is mostly wrong in many images of many moments.
 _SAMPLE = 6
 # Every how manieth state is opened a second time, and by a process that trusts no journal.
@@ -66,11 +69,13 @@ def record(root: Path, make_files: MakeRecording = RecordingFiles) -> list[Momen
 
 
 def images_of(
-    moment: Moment, randomness: random.Random, *, random_count: int = 40
+    moment: Moment, randomness: random.Random, combinations_max: int = COMBINATIONS_MAX
 ) -> Iterator[tuple[Image, bool]]:
     """The disks that a crash at this moment may leave, and whether the power was lost."""
     yield moment.disk.died(), False
-    for image in moment.disk.lost_power(randomness, random_count=random_count):
+    for image in moment.disk.lost_power(
+        randomness, random_count=_RANDOM_COUNT, combinations_max=combinations_max
+    ):
         yield image, True
 
 
@@ -79,6 +84,7 @@ def survey(
     moments: list[Moment],
     scratch: Path,
     *kinds: str,
+    combinations_max: int = COMBINATIONS_MAX,
 ) -> None:
     """Recover every image of every moment that the report takes."""
     effort = report.effort
@@ -89,7 +95,7 @@ def survey(
         moment = moments[number]
         worlds = identity_of(moment.legal)
         randomness = random.Random(f"{effort.seed} {number}")
-        images = images_of(moment, randomness)
+        images = images_of(moment, randomness, combinations_max)
         if effort.until_failure:
             died, *lost = images
             images = [died, *randomness.sample(lost, min(len(lost), _SAMPLE))]
@@ -196,7 +202,7 @@ def run_recovery(report: MutableReport) -> None:
             for image, is_power_loss in randomness.sample(images, min(len(images), _IMAGES_EACH)):
                 inner = moments_inside_recovery(image, moment, scratch, is_power_loss=is_power_loss)
                 report.histories += 1
-                survey(report, inner, scratch, "inside recovery")
+                survey(report, inner, scratch, "inside recovery", combinations_max=_FEW)
                 if report.is_over:
                     return
 
@@ -209,5 +215,5 @@ def _recorded(scratch: Path) -> list[Moment]:
 
 
 STORY = Layer("story", run_story, quick_share=1.0)
-LAYER = Layer("portable", run, quick_share=0.05)
+LAYER = Layer("portable", run, quick_share=0.03)
 RECOVERY = Layer("recovery", run_recovery, quick_share=0.05)

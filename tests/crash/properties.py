@@ -55,7 +55,7 @@ from .world import (
 )
 
 # Histories at length, and rules in each.
-_EXAMPLES = 2000
+_EXAMPLES = 1200
 _STEPS = 14
 
 QUICK = replace(SETTINGS, compact_every_events=12, journal_events_kept=4)

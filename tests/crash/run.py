@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .layer import Effort, MutableReport, in_a_line
@@ -68,14 +68,20 @@ def judge(name: str) -> Verdict:
     return Verdict(name, layer, len(report.states), report.failures[0].partition("\n")[0])
 
 
-def rows(pool: Executor, names: list[str], effort: dict[str, Any], parts: int) -> Iterator[Row]:
+def effort_of(name: str, effort: Effort) -> Effort:
+    """The share of one layer, when ``effort.share`` is that of all of them at length."""
+    share = 1.0 if effort.only else effort.share * LAYERS[name].full_share
+    return replace(effort, share=share)
+
+
+def rows(pool: Executor, names: list[str], effort: Effort) -> Iterator[Row]:
     """The layers one after the other, each divided over the processes."""
     running: list[tuple[str, list[Future[MutableReport]]]] = [
         (
             name,
             [
-                pool.submit(run_part, name, Effort(**effort, part=part, parts=parts))
-                for part in range(parts)
+                pool.submit(run_part, name, replace(effort_of(name, effort), part=part))
+                for part in range(effort.parts)
             ],
         )
         for name in names
@@ -97,7 +103,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make crash ARGS=…", description=__doc__)
     parser.add_argument("--layer", action="append", choices=LAYERS, help="only this layer")
     parser.add_argument("--seed", type=int, default=1, help="the luck of all that is drawn")
-    parser.add_argument("--share", type=float, default=1.0, help="how much of each layer")
+    parser.add_argument("--share", type=float, default=1.0, help="of all of it, which is 1")
     parser.add_argument("--only", default="", help="one state, by the beginning of its name")
     names = [mutant.name for mutant in MUTANTS]
     parser.add_argument("--mutant", choices=names, default="", help="with this breakage")
@@ -110,19 +116,19 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parsed(arguments)
     wanted = options.layer or list(LAYERS)
-    parts = 1 if options.only else options.processes
-    effort = {
-        "seed": options.seed,
-        "share": options.share,
-        "only": options.only,
-        "mutant": options.mutant,
-    }
+    effort = Effort(
+        seed=options.seed,
+        share=options.share,
+        only=options.only,
+        mutant=options.mutant,
+        parts=1 if options.only else options.processes,
+    )
     say = _say_json if options.json else _say
     started = time.monotonic()
     states = failures = lived = 0
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.processes, spawn) as pool:
-        for row in rows(pool, wanted, effort, parts):
+        for row in rows(pool, wanted, effort):
             say(row)
             states += row.states
             failures += len(row.failures)

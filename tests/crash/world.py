@@ -5,6 +5,7 @@ computes. What is found must be one of the worlds that are legal at that moment,
 be exactly those of that world.
 """
 
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -172,27 +173,41 @@ def settle(store: MutableStore) -> None:
 def world_of(store: MutableStore, root: Path) -> World:
     """What a reader finds, its bytes read without the product's code."""
     state = state_of(store)
+    names = [*((Kind.BLOCK, name) for name in state.blocks)]
+    names += [(Kind.SIDECAR, name) for name in state.sidecars]
+
+    def choose(view: Any) -> tuple[list[Located | None], list[Located]]:
+        found = [
+            view.block(name) if kind is Kind.BLOCK else view.sidecar(name) for kind, name in names
+        ]
+        return found, [each for each in found if each is not None]
+
+    found, lease = store.choose(choose)
+    store.release(lease)
     entries: dict[EntryId, bytes] = {}
-    for kind, table in ((Kind.BLOCK, state.blocks), (Kind.SIDECAR, state.sidecars)):
-        for name in list(table):
-            found = located(store, kind, name)
-            assert found is not None, f"{name!r} is in the index, and a lookup does not see it"
-            entries[kind, name] = b""
-            if found.file is not None:
-                entries[kind, name] = raw_data(root / found.file.path, kind, name)
+    for (kind, name), each in zip(names, found, strict=True):
+        assert each is not None, f"{name!r} is in the index, and a lookup does not see it"
+        file = each.file
+        entries[kind, name] = raw_data(root / file.path, kind, name) if file is not None else b""
     return World(entries, frozenset(state.pins), len(list((root / "quarantine").iterdir())))
 
 
 def raw_data(path: Path, kind: Kind, name: bytes) -> bytes:
     """The data of a safetensors file that says that it is this entry."""
-    assert path.is_file(), f"{path} is not there"
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise AssertionError(f"{path} is not there: {error}") from error
+    said_kind, said_key, data = _parts_of(content)
+    assert (said_kind, said_key) == (kind.word, name.hex()), f"{path} holds another payload"
+    return data
+
+
+@functools.lru_cache(maxsize=256)
+def _parts_of(content: bytes) -> tuple[str, str, bytes]:
     end = 8 + int.from_bytes(content[:8], "little")
     metadata = json.loads(content[8:end])["__metadata__"]
-    assert (metadata["kind"], metadata["key"]) == (kind.word, name.hex()), (
-        f"{path} holds another payload"
-    )
-    return content[end:]
+    return metadata["kind"], metadata["key"], content[end:]
 
 
 def payload_files(root: Path) -> dict[str, int]:
@@ -200,9 +215,9 @@ def payload_files(root: Path) -> dict[str, int]:
     folders = ("blocks", "sidecars", "staging", "quarantine")
     found: dict[str, int] = {}
     for folder in folders:
-        for path, _, names in os.walk(root / folder):
+        for path, _, names in os.walk(f"{root}/{folder}"):
             for name in names:
-                status = Path(path, name).stat()
+                status = os.stat(f"{path}/{name}")  # noqa: PTH116 - done for every state
                 blocks = max(status.st_blocks * 512, -(-status.st_size // 4096) * 4096)
                 found[f"{path}/{name}".removeprefix(f"{root}/")] = blocks
     return found
