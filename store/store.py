@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..journal import invariants
 from ..journal.entries import Entry
-from ..journal.errors import CacheClosedError, WalkbackError
+from ..journal.errors import CacheClosedError
 from ..journal.events import Missed, Restored
 from ..journal.files import Files
 from ..journal.state import State
@@ -28,18 +28,15 @@ from .deletion import MutableJanitor
 from .lookup import Choice, Lease, Located, View, lease_choice, release_lease
 from .operator import Operator
 from .ordering import stage_claim
-from .outcomes import remove_unnamed, settle_claim
+from .outcomes import settle_claim
 from .recovery import OpenedCache, close_cache, open_cache
+from .rest import finish, wait_for_deletions, wait_for_stores
 from .room import evict_ahead
 from .settings import StoreSettings
 from .staging import reserve_memory
 from .statistics import Statistics, statistics_of
 from .tensors import Tensor
 from .writer import MutableWriter
-
-# A journal this much behind its fold is compacted at close, so that the next opening reads a
-# snapshot.
-_COMPACT_AT_CLOSE_EVENTS = 256
 
 _open_stores: "weakref.WeakSet[MutableStore]" = weakref.WeakSet()
 
@@ -235,33 +232,12 @@ class MutableStore:
 
     def flush(self) -> None:
         """Return when all that was put is durable or refused, and what rode along is committed."""
-        core = self._core
-        with core.lock:
-            put = {id(each.claim): each.claim for each in core.overlay.in_flight.values()}
-            waiting = [claim for claim in put.values() if claim.is_put]
-            while core.mode is not Mode.CLOSED and any(
-                not claim.settled.is_set() and claim not in core.awaiting_parent
-                for claim in waiting
-            ):
-                core.lock.wait(timeout=1.0)
+        wait_for_stores(self._core)
         self._committer.flush()
 
     def settle_deletions(self, timeout_seconds: float = 30.0) -> None:
         """Wait until every file that may go is gone. For tests and for an orderly check."""
-        core = self._core
-        deadline = core.clock.monotonic() + timeout_seconds
-        with core.lock:
-            while (
-                core.mode is Mode.WRITING
-                and core.clock.monotonic() < deadline
-                and (
-                    core.overlay.victims
-                    or core.overlay.condemned
-                    or core.overlay.to_move
-                    or any(not each.refusals for each in core.state.doomed.values())
-                )
-            ):
-                core.lock.wait(timeout=0.05)
+        wait_for_deletions(self._core, timeout_seconds)
 
     def entries(self, kind: Kind) -> list[Entry]:
         """The live entries of a kind, as they are now. They belong to the state: only look."""
@@ -311,7 +287,7 @@ class MutableStore:
         self._janitor.stop()
         self._committer.stop()
         _open_stores.discard(self)
-        is_clean = self._finish()
+        is_clean = finish(core, self._janitor, self._committer)
         try:
             close_cache(self._opened, is_clean=is_clean)
         finally:
@@ -333,30 +309,6 @@ class MutableStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _finish(self) -> bool:
-        """The last commits, on the closing thread; whether the epoch can be closed."""
-        core = self._core
-        if core.mode is not Mode.WRITING:
-            return False
-        try:
-            while self._janitor.run_once():
-                self._committer.commit_now()
-            with core.lock:
-                core.note_unrecorded_refusals()
-            self._committer.commit_now()
-            behind = core.log.sequence - core.log.watermark.sequence
-            if behind >= _COMPACT_AT_CLOSE_EVENTS:
-                self._committer.compact()
-            remaining, core.leftovers = core.leftovers, set()
-            remaining -= {segment.path for segment in core.state.segments.values()}
-            remove_unnamed(core, remaining)
-            for folder in sorted(core.unsynced):
-                core.files.sync_directory(folder)
-        except (OSError, WalkbackError) as error:
-            core.stop_writing(Mode.READING, str(error))
-        is_all_told = not core.overlay.riding and not core.leftovers
-        return core.mode is Mode.WRITING and is_all_told
 
     def _stage(self, claim: Claim) -> None:
         stage_claim(self._core, claim)
