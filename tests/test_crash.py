@@ -16,7 +16,7 @@ from crash.disk import Disk
 from crash.layer import Effort, MutableReport
 from crash.layers import LAYERS
 from crash.lives import open_store, scratch_directory, steady
-from crash.mutants import MUTANTS
+from crash.mutants import MUTANTS, switched_on
 from crash.portable import record
 from crash.recording import RecordingFiles
 from crash.run import judge
@@ -45,6 +45,26 @@ def test_each_mutant_is_killed_by_the_layer_that_is_meant_to(name: str) -> None:
     if verdict.seen.startswith("skipped"):
         pytest.skip(verdict.seen)
     assert verdict.killed_by is not None, verdict
+
+
+def test_drawn_crashes_fall_inside_stores_and_recoveries() -> None:
+    tallies = LAYERS["properties"].report(Effort(share=0.02)).tallies
+
+    assert tallies["inside a store"] >= 0.25 * tallies["crashes"]
+    assert tallies["inside recovery"] >= 0.1 * tallies["crashes"]
+
+
+def test_a_drawn_failure_is_drawn_again_by_what_it_says() -> None:
+    mutant = "file names reused"
+
+    def seen(effort: Effort) -> str:
+        with switched_on(mutant):
+            return LAYERS["properties"].report(effort).failures[0]
+
+    first = seen(Effort(share=0.02, seed=3, parts=2, part=1, until_failure=True))
+
+    assert "--layer properties --seed 3 --share 0.02 --processes 2 --no-mutants" in first
+    assert seen(Effort(share=0.02, seed=3, parts=2, part=1, until_failure=True)) == first
 
 
 def test_there_are_mutants_for_all_of_the_protocol() -> None:

@@ -75,7 +75,15 @@ class MutableReport:
 
     def failed(self, state: bytes, what: str) -> None:
         """What was wrong with ``state``, and how to see it again."""
-        again = f"--layer {self.layer} --seed {self.effort.seed} --only {state.hex()[:12]}"
+        self._add_failure(what, f"--only {state.hex()[:12]}")
+
+    def failed_when_drawn(self, what: str) -> None:
+        """What was wrong with a history that only the same draws lead to."""
+        effort = self.effort
+        self._add_failure(what, f"--share {effort.share:g} --processes {effort.parts} --no-mutants")
+
+    def _add_failure(self, what: str, how: str) -> None:
+        again = f"--layer {self.layer} --seed {self.effort.seed} {how}"
         if self.effort.mutant:
             again += f" --mutant '{self.effort.mutant}'"
         self.failures.append(f'{what}\n    again: make crash ARGS="{again}"')

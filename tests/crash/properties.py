@@ -514,7 +514,7 @@ def run(report: MutableReport) -> None:
         except Exception as error:  # noqa: BLE001 - whatever goes wrong is what is looked for
             steps = [*getattr(error, "__notes__", []), *said]
             what = "\n".join([in_a_line(error), *steps])
-            report.failed(state_of(effort.seed, effort.part), what.replace("\n", "\n    "))
+            report.failed_when_drawn(what.replace("\n", "\n    "))
 
 
 LAYER = Layer("properties", run, quick_share=0.01)
