@@ -102,12 +102,19 @@ class Disk:
     def of(cls, root: Path) -> "Disk":
         """A directory as it is, all of it durable."""
         disk = cls()
+        files: dict[int, int] = {}
         for path in sorted(root.rglob("*")):
             name = str(path.relative_to(root))
             if path.is_dir():
                 disk.make_directory(name)
+                continue
+            # What a crash left under two names is one file.
+            number = path.stat().st_ino
+            if number in files:
+                disk.link(files[number], name)
             else:
-                disk.contents[disk.create(name)] = path.read_bytes()
+                files[number] = disk.create(name)
+                disk.contents[files[number]] = path.read_bytes()
         disk.folders = {inode: dict(names) for inode, names in disk.seen.items()}
         disk.pending = []
         return disk
@@ -139,6 +146,9 @@ class Disk:
         self.contents[inode] = b""
         self._enter(path, inode)
         return inode
+
+    def link(self, inode: int, path: str) -> None:
+        self._enter(path, inode)
 
     def remove(self, path: str) -> None:
         self._enter(path, None)

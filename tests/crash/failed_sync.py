@@ -26,7 +26,7 @@ from .interposer import ANY, SYNCS, Interposer, Kind, preloaded_environment, una
 from .judging import Case, judge_all
 from .layer import Layer, MutableReport, state_of
 from .libc import judge
-from .lives import open_store, scratch_directory, steady
+from .lives import deletions_in_turn, open_store, scratch_directory, steady
 from .losses import lost_power
 from .pages import PagedImage, PageDisk
 from .processes import ending_of
@@ -38,7 +38,6 @@ from .tracing import (
     NOTHING,
     Moment,
     Told,
-    deletions_in_turn,
     identity_of,
     moments_of,
     run_with_interposer,

@@ -16,6 +16,7 @@ from walkback.journal.files import Files
 from walkback.journal.verify import damage_of
 from walkback.store import found_journal, recovery
 from walkback.store.core import Clock
+from walkback.store.deletion import MutableJanitor
 from walkback.store.root import Owner, make_identity
 from walkback.store.settings import StoreSettings
 from walkback.store.store import MutableStore
@@ -33,6 +34,30 @@ def steady() -> Generator[None]:
         same = partial(make_identity, randomness=lambda count: STORE_ID_AND_SECRET_BYTE * count)
         patch.setattr(recovery, "make_identity", same)
         patch.setattr(recovery, "this_process", lambda: Owner(pid=1, boot_id="this"))
+        yield
+
+
+@contextlib.contextmanager
+def deletions_in_turn() -> Generator[None]:
+    """The janitor works only while it is waited for, so that a trace is the same in every run."""
+    real_settle, real_has_work = MutableStore.settle_deletions, vars(MutableJanitor)["_has_work"]
+    is_waited_for = False
+
+    def settle_deletions(store: MutableStore, timeout_seconds: float = 30.0) -> None:
+        nonlocal is_waited_for
+        is_waited_for = True
+        core = vars(store)["_core"]
+        with core.lock:
+            core.lock.notify_all()
+        real_settle(store, timeout_seconds)
+        is_waited_for = False
+
+    def has_work(janitor: MutableJanitor) -> bool:
+        return is_waited_for and real_has_work(janitor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MutableStore, "settle_deletions", settle_deletions)
+        patch.setattr(MutableJanitor, "_has_work", has_work)
         yield
 
 

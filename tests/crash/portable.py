@@ -15,7 +15,14 @@ from blake3 import blake3
 
 from .disk import COMBINATIONS_MAX, Disk, Image
 from .layer import Layer, MutableReport, in_a_line
-from .lives import another_life, open_store, require_recovery, scratch_directory, steady
+from .lives import (
+    another_life,
+    deletions_in_turn,
+    open_store,
+    require_recovery,
+    scratch_directory,
+    steady,
+)
 from .recording import RecordingFiles
 from .story import Worlds, tell
 from .world import Legal, World, settle, wait_for_refused
@@ -64,7 +71,8 @@ def record(root: Path, make_files: MakeRecording = RecordingFiles) -> list[Momen
         if moments and len(worlds) == 1:
             moments[-1].legal = worlds
 
-    tell(root, lambda root: make_files(root, disk, note), announce)
+    with deletions_in_turn():
+        tell(root, lambda root: make_files(root, disk, note), announce)
     return moments
 
 
@@ -146,6 +154,7 @@ def moments_inside_recovery(
 
     with (
         another_life(is_verified=is_power_loss),
+        deletions_in_turn(),
         open_store(root, lambda root: RecordingFiles(root, disk, note)) as store,
     ):
         settle(store)

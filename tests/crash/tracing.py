@@ -1,10 +1,9 @@
 """Programs that run in a process with the interposer, and what its trace makes of the disk."""
 
-import contextlib
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -13,11 +12,8 @@ import lmdb
 import pytest
 from blake3 import blake3
 
-from walkback.store.deletion import MutableJanitor
-from walkback.store.store import MutableStore
-
 from .interposer import Interposer, Kind
-from .lives import another_life, open_store, steady
+from .lives import another_life, deletions_in_turn, open_store, steady
 from .mutants import switch_on
 from .pages import PageDisk
 from .recording import ActingFiles
@@ -69,30 +65,6 @@ class DurableScribbles(ActingFiles):
         self.write(descriptor, [bytes([byte[0] ^ 1])], offset)
         super(ActingFiles, self).sync(descriptor)
         self.close_file(descriptor)
-
-
-@contextlib.contextmanager
-def deletions_in_turn() -> Generator[None]:
-    """The janitor works only while it is waited for, so that a trace is the same in every run."""
-    real_settle, real_has_work = MutableStore.settle_deletions, vars(MutableJanitor)["_has_work"]
-    is_waited_for = False
-
-    def settle_deletions(store: MutableStore, timeout_seconds: float = 30.0) -> None:
-        nonlocal is_waited_for
-        is_waited_for = True
-        core = vars(store)["_core"]
-        with core.lock:
-            core.lock.notify_all()
-        real_settle(store, timeout_seconds)
-        is_waited_for = False
-
-    def has_work(janitor: MutableJanitor) -> bool:
-        return is_waited_for and real_has_work(janitor)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MutableStore, "settle_deletions", settle_deletions)
-        patch.setattr(MutableJanitor, "_has_work", has_work)
-        yield
 
 
 def told_story(directory: Path) -> Told:
