@@ -170,7 +170,9 @@ class MutableJanitor:
                 with contextlib.suppress(FileNotFoundError):
                     self._core.files.sync_directory(folder)
         except OSError as error:
-            # The names may come back after a power cut, so the files are not deleted yet.
+            # The names may come back after a power cut, so the files are not deleted yet, and the
+            # epoch is not closed before what was moved is durable.
+            self._core.unsynced |= folders
             events[:] = [self._refuse(file, error) for file, _ in doomed]
 
 

@@ -79,6 +79,10 @@ def open_cache(
             if identity is None:
                 sync_root(files.root)
                 identity = make_identity(files)
+            elif files.status(FOLDER) is None:
+                # Who made it may not have lived to make its name durable; nothing else is made
+                # before that is.
+                files.sync_directory("")
             make_folders(files)
         except OSError as error:
             if error.errno not in NOT_WRITABLE:

@@ -183,4 +183,4 @@ def run(report: MutableReport) -> None:
     run_apart(survey, report, os.environ)
 
 
-LAYER = Layer("damage", run, quick_share=0.008, full_share=0.5)
+LAYER = Layer("damage", run, quick_share=0.008, full_share=0.35)

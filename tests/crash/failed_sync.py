@@ -124,7 +124,10 @@ class Endurance:
     def act(self, change: Callable[[], bool], *worlds: World) -> None:
         """Do what leads through these worlds; ``change`` says whether it was acknowledged."""
         before = self.possible
-        self._expect((*before, *worlds))
+        # Nothing of it says where a file is that was on its way into quarantine.
+        counts = sorted({world.quarantined for world in (*before, *worlds)})
+        ends = [replace(world, quarantined=count) for world in worlds for count in counts]
+        self._expect((*before, *ends))
         try:
             is_acknowledged = change()
             # A deletion whose commit failed rides with the next.
@@ -134,7 +137,7 @@ class Endurance:
         except (OSError, WalkbackError):
             is_acknowledged = False
         if is_acknowledged:
-            self._expect(worlds[-1:])
+            self._expect(ends[-len(counts) :])
         self._see()
 
     def put(self, name: str, version: int = 1, *, parent: str = "", depth: int) -> None:

@@ -323,4 +323,4 @@ def run(report: MutableReport) -> None:
             run_apart(kill_below_lmdb, report, preloaded_environment(Path(scratch)))
 
 
-LAYER = Layer("kill", run, quick_share=0.02)
+LAYER = Layer("kill", run, full_share=0.5, quick_share=0.02)

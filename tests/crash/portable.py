@@ -32,8 +32,8 @@ MakeRecording = Callable[[Path, Disk, Callable[[str], None]], RecordingFiles]
 # Recoveries that are recorded of each kind of moment.
 _IMAGES_EACH = 3
 # Random disks of a moment, and how many combinations are all built inside recoveries.
-_RANDOM_COUNT = 20
-_FEW = 1 << 6
+_RANDOM_COUNT = 40
+_FEW = 1 << 7
 # When one failure is enough: what is wrong is mostly wrong in many images of many moments.
 _SAMPLE = 6
 # Every how manieth state is opened a second time, and by a process that trusts no journal.

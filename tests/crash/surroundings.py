@@ -111,4 +111,4 @@ def run(report: MutableReport) -> None:
     run_apart(survey, report, os.environ)
 
 
-LAYER = Layer("surroundings", run, quick_share=0.02)
+LAYER = Layer("surroundings", run, full_share=0.5, quick_share=0.02)
