@@ -37,7 +37,8 @@ class Entry:
 
     ``recency`` is the sequence of the last use, shifted to leave room for the uses that one
     ``Touched`` lists, so it is total within a kind. ``child_count`` counts the blocks and holes
-    directly below a block; it is derived and not part of the record.
+    directly below a block; ``is_short`` is set on a block that ``Tables.short`` counts. Both are
+    derived and not part of the record.
     """
 
     kind: Kind
@@ -56,6 +57,7 @@ class Entry:
     sequence: int
     recency: int
     child_count: int = 0
+    is_short: bool = False
 
     @property
     def record_id(self) -> bytes:

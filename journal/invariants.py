@@ -32,6 +32,16 @@ def _of_the_chains(state: State) -> Iterator[str]:
             yield f"block {entry.key.hex()[:16]} holds no tokens"
         if entry.child_count != children[entry.key]:
             yield f"block {entry.key.hex()[:16]} counts {entry.child_count} children"
+        length = entry.end - entry.start
+        may_be_tail = above is None or length < above.end - above.start
+        # Below a hole it depends on what stood there before.
+        is_counted = length in state.short_lengths(entry.parent)
+        if may_be_tail and not is_counted and entry.parent not in state.holes:
+            yield f"block {entry.key.hex()[:16]} may be a tail and no lookup can know"
+    if sum(entry.is_short for entry in state.blocks.values()) != sum(
+        lengths.total() for lengths in state.short.values()
+    ):
+        yield "blocks that are gone are still counted as tails"
     for hole in state.holes.values():
         if not children[hole.key] or hole.child_count != children[hole.key]:
             yield f"hole {hole.key.hex()[:16]} counts {hole.child_count} children"

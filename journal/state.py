@@ -131,7 +131,9 @@ class State(Tables):
             case Reinstated():
                 kept = self.quarantined[event.file]
                 recency = record.sequence << RECENCY_SHIFT
-                self._add(dataclasses.replace(kept.entry, recency=recency, child_count=0))
+                self._add(
+                    dataclasses.replace(kept.entry, recency=recency, child_count=0, is_short=False)
+                )
                 self._forget(self.quarantined.pop(event.file))
                 self.used_bytes -= kept.entry.allocated_bytes
             case Purged():
@@ -204,6 +206,7 @@ class State(Tables):
             raise KeyError(entry.key)
         if older is not None:
             entry.child_count = older.child_count
+            entry.is_short = older.is_short
             self._doom(older, "replaced")
         elif entry.kind is Kind.BLOCK:
             hole = self.holes.pop(entry.key, None)
@@ -214,6 +217,7 @@ class State(Tables):
                 self._attach(entry.parent, entry.namespace)
         if entry.kind is Kind.BLOCK and older is None:
             self.population[entry.namespace] += 1
+            self._count_short(entry)
         table[entry.key] = self._note(entry)
         self.used_bytes += entry.allocated_bytes
         self._push_leaf(entry)
@@ -308,6 +312,7 @@ class State(Tables):
         entry = table.pop(key)
         if entry.kind is Kind.BLOCK:
             self.population[entry.namespace] -= 1
+            self._discount_short(entry)
         self._forget(entry)
         return entry
 

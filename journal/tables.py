@@ -58,6 +58,9 @@ class Tables:
         # Live blocks of each namespace.
         self.population: Counter[bytes] = Counter()
         self.changed: set[bytes] = set()
+        # Below each block or namespace: how many live blocks there are of each length, of those
+        # that may be tails. A prompt's keys do not tell where tails end, so a lookup asks here.
+        self.short: dict[bytes, Counter[int]] = {}
         self._leaves: list[tuple[int, bytes]] = []
 
     # Questions.
@@ -65,6 +68,14 @@ class Tables:
     def entry(self, kind: Kind, key: bytes) -> Entry | None:
         """The live entry of a kind and key."""
         return (self.blocks if kind is Kind.BLOCK else self.sidecars).get(key)
+
+    def short_lengths(self, parent: bytes) -> list[int]:
+        """The lengths of the blocks below a block or namespace that may be tails, longest first.
+
+        First blocks of a prompt are there whatever their length: nothing stands before them to
+        tell.
+        """
+        return sorted(self.short.get(parent, ()), reverse=True)
 
     def coldest_leaves(self) -> Generator[Entry]:
         """The blocks without live descendants, least recently used first.
@@ -232,12 +243,30 @@ class Tables:
             above = self.blocks.get(below.parent) or self.holes.get(below.parent)
             if above is not None:
                 above.child_count += 1
+        for entry in self.blocks.values():
+            self._count_short(entry)
         self.population = Counter(entry.namespace for entry in self.blocks.values())
         self._leaves = [
             (entry.recency, entry.key) for entry in self.blocks.values() if not entry.child_count
         ]
         heapq.heapify(self._leaves)
         self.used_bytes = self.sum_of_charges()
+
+    def _count_short(self, entry: Entry) -> None:
+        """Count a block that is shorter than the one before it, or that has none before it."""
+        above = self.blocks.get(entry.parent)
+        length = entry.end - entry.start
+        entry.is_short = above is None or length < above.end - above.start
+        if entry.is_short:
+            self.short.setdefault(entry.parent, Counter())[length] += 1
+
+    def _discount_short(self, entry: Entry) -> None:
+        if entry.is_short:
+            lengths = self.short[entry.parent]
+            lengths[entry.end - entry.start] -= 1
+            self.short[entry.parent] = +lengths
+            if not self.short[entry.parent]:
+                del self.short[entry.parent]
 
     def sum_of_charges(self) -> int:
         """``used_bytes``, added up anew."""

@@ -41,6 +41,8 @@ class View:
 
     def __init__(self, core: MutableCore) -> None:
         self._core = core
+        # Lengths of the blocks in flight by their parents, looked up once.
+        self._on_their_way: dict[bytes, set[int]] | None = None
 
     def namespaces(self) -> dict[bytes, tuple[tuple[str, str], ...]]:
         """The fields of every namespace that was ever bound."""
@@ -56,6 +58,25 @@ class View:
 
     def sidecar(self, key: bytes) -> Located | None:
         return self._find(Kind.SIDECAR, key)
+
+    def goes_on(self, key: bytes) -> bool:
+        """Whether other blocks stand below a live one."""
+        entry = self._core.state.blocks.get(key)
+        return entry is not None and entry.child_count > 0
+
+    def short_lengths(self, parent: bytes) -> list[int]:
+        """The lengths of blocks below a block that may be tails, longest first, without repeats."""
+        if self._on_their_way is None:
+            self._on_their_way = {}
+            for (kind, _), each in self._core.overlay.in_flight.items():
+                part = each.writing.part
+                if kind is Kind.BLOCK and each.writing.is_handed_over:
+                    lengths = self._on_their_way.setdefault(part.parent, set())
+                    lengths.add(part.end - part.start)
+        stored = self._core.state.short_lengths(parent)
+        if arriving := self._on_their_way.get(parent):
+            return sorted({*stored, *arriving}, reverse=True)
+        return stored
 
     def _find(self, kind: Kind, key: bytes) -> Located | None:
         overlay = self._core.overlay

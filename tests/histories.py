@@ -130,6 +130,19 @@ class Historian:
         self.store(Kind.BLOCK, key, parent, has_file=has_file)
         return key
 
+    def tail(self, parent: bytes, length: int) -> bytes:
+        """Store a block of fewer tokens below a parent and return its key."""
+        key = child_key(parent, TOKENS + length)
+        self._ends.setdefault(key, self._ends[parent] + length)
+        self.store(Kind.BLOCK, key, parent)
+        return key
+
+    def full_blocks(self) -> list[bytes]:
+        """The keys that a block may stand below: not those of tails."""
+        return [
+            key for key, block in self.state.blocks.items() if block.end - block.start == TOKENS
+        ]
+
     def sidecar(self, key: bytes) -> None:
         self.store(Kind.SIDECAR, key, self.state.blocks[key].parent)
 
@@ -191,13 +204,19 @@ def _pick(things: Iterable[Thing], pick: int) -> Thing | None:
 
 
 def _store_block(history: Historian, pick: int) -> None:
-    parent = _pick([*ROOTS, *history.state.blocks], pick // 2)
+    parent = _pick([*ROOTS, *history.full_blocks()], pick // 2)
     assert parent is not None
     history.block(parent, pick % 2, has_file=pick % 5 != 0)
 
 
+def _store_tail(history: Historian, pick: int) -> None:
+    parent = _pick([*ROOTS, *history.full_blocks()], pick // 2)
+    assert parent is not None
+    history.tail(parent, 1 + pick % 3)
+
+
 def _store_chain(history: Historian, pick: int) -> None:
-    parent = _pick([*ROOTS, *history.state.blocks], pick // 2)
+    parent = _pick([*ROOTS, *history.full_blocks()], pick // 2)
     assert parent is not None
     for _ in range(3):
         parent = history.block(parent, pick % 2)
@@ -224,7 +243,7 @@ def _heal(history: Historian, pick: int) -> None:
 
 
 def _adopt(history: Historian, pick: int) -> None:
-    parent = _pick([*ROOTS, *history.state.blocks], pick // 2)
+    parent = _pick([*ROOTS, *history.full_blocks()], pick // 2)
     assert parent is not None
     key = child_key(parent, pick % 2)
     older = history.state.blocks.get(key)
@@ -342,6 +361,7 @@ def _stage_in_vain(history: Historian, pick: int) -> None:
 _STEPS: tuple[Callable[[Historian, int], None], ...] = (
     *(_store_block,) * 4,
     *(_store_chain,) * 2,
+    *(_store_tail,) * 3,
     *(_store_sidecar,) * 4,
     *(_touch,) * 2,
     *(_evict_leaf,) * 2,

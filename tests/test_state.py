@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from histories import ROOTS, Historian, child_key
+from histories import ROOTS, TOKENS, Historian, child_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -441,6 +441,59 @@ def test_a_reinstated_block_heals_its_hole() -> None:
     assert not history.state.holes
     assert history.state.blocks[second].child_count == 1
     assert [leaf.key for leaf in history.state.coldest_leaves()] == [third]
+
+
+# Tails.
+
+
+@given(STEPS, st.integers(0, 1000))
+@settings(max_examples=40, deadline=None)
+def test_every_tail_is_found_by_its_parent_however_the_state_came_to_be(
+    steps: list[tuple[int, int]], cut: int
+) -> None:
+    history = told(steps)
+    cut %= len(history.records) + 1
+    early = replay(history.records[:cut])
+    resumed = replay(history.records[cut:], State.from_records(early.sequence, early.records()))
+
+    for state in (history.state, resumed):
+        for entry in state.blocks.values():
+            if entry.end - entry.start < TOKENS and entry.parent not in state.holes:
+                assert entry.end - entry.start in state.short_lengths(entry.parent)
+
+
+@given(STEPS)
+@settings(max_examples=40, deadline=None)
+def test_no_length_is_told_of_which_there_is_no_block(steps: list[tuple[int, int]]) -> None:
+    state = told(steps).state
+
+    for parent in state.short:
+        lengths = {
+            entry.end - entry.start for entry in state.blocks.values() if entry.parent == parent
+        }
+        assert set(state.short_lengths(parent)) <= lengths
+
+
+def test_the_lengths_of_tails_come_longest_first_and_go_with_their_last_block() -> None:
+    history = Historian()
+    above = history.block(ROOTS[0])
+    tails = [history.tail(above, length) for length in (3, 9, 5)]
+    history.block(above)
+
+    assert history.state.short_lengths(above) == [9, 5, 3]
+
+    history.evict(tails[1])
+    assert history.state.short_lengths(above) == [5, 3]
+
+
+def test_below_a_long_chain_nothing_is_counted_but_its_first_block() -> None:
+    """A set of children for each of half a million blocks would cost a hundred bytes and more."""
+    history = Historian()
+    history.chain(20)
+
+    assert {key: dict(lengths) for key, lengths in history.state.short.items()} == {
+        ROOTS[0]: {TOKENS: 1}
+    }
 
 
 # Recency.
