@@ -21,7 +21,7 @@ from measure import TOTAL, Arm, Row, Sample, compare, interleave
 from walkback.journal.events import Committed, Event, Staged
 from walkback.journal.words import Cause, FileName, Kind
 from walkback.restore.candidates import match
-from walkback.restore.identity import BlockLink, block_chain
+from walkback.restore.identity import Chain, block_chain
 from walkback.store.core import Clock
 from walkback.store.lookup import Located, View
 from walkback.store.recovery import OpenedCache, append, close_cache, open_cache
@@ -69,13 +69,13 @@ def measure_lookup(directory: Path, *, rounds: int, order: random.Random) -> lis
     """Choosing an endpoint among 128 blocks, and keying them, against what others do for it."""
     make_cache(directory / "lookup", entries=10 * CHAIN_BLOCKS, tail=0)
     store = MutableStore.open(directory / "lookup", SETTINGS)
-    chain = chain_of(3)
+    # The last token of a prompt is left to compute.
+    longer = chain_of(3).longer([3])
     token_ids = [random.getrandbits(17) for _ in range(CHAIN_BLOCKS * BLOCK_TOKENS)]
     paths = sorted(store.files.root.glob("blocks/*/*"))[:CHAIN_BLOCKS]
 
     def choose(view: View) -> tuple[int, list[Located]]:
-        prompt_tokens = len(token_ids) + 1
-        found = match(view, chain, prompt_tokens=prompt_tokens, needs_sidecar=True).candidate
+        found = match(view, longer, needs_sidecar=True).candidate
         assert found is not None and found.endpoint == len(token_ids) and found.sidecar is not None
         return found.endpoint, [*found.blocks, found.sidecar]
 
@@ -174,7 +174,7 @@ def events_of(number: int, epoch: int) -> tuple[Staged, Committed]:
     group, within = divmod(place, BLOCKS_PER_SIDECAR + 1)
     kind = Kind.SIDECAR if within == BLOCKS_PER_SIDECAR else Kind.BLOCK
     index = group * BLOCKS_PER_SIDECAR + min(within, BLOCKS_PER_SIDECAR - 1)
-    link = chain_of(chain_number)[index]
+    link = chain_of(chain_number).links[index]
     nbytes = 153_960_448 if kind is Kind.SIDECAR else 16_793_600
     file = FileName(kind, epoch, number + 1)
     staged = Staged(
@@ -205,10 +205,10 @@ def events_of(number: int, epoch: int) -> tuple[Staged, Committed]:
 
 
 @functools.cache
-def chain_of(number: int) -> tuple[BlockLink, ...]:
+def chain_of(number: int) -> Chain:
     """The blocks of the made-up prompt ``number``."""
     ids = [number] * (CHAIN_BLOCKS * BLOCK_TOKENS)
-    return block_chain(ids, namespace=NAMESPACE, secret=bytes(32), block_tokens=BLOCK_TOKENS)
+    return Chain(ids, namespace=NAMESPACE, secret=bytes(32), block_tokens=BLOCK_TOKENS)
 
 
 def _repeated(step: Callable[[], None]) -> Callable[[], Sample]:

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from walkback.journal.words import Kind
-from walkback.restore.identity import BlockLink, block_chain
+from walkback.restore.identity import Chain
 from walkback.restore.layout import ArraysLeaf, KVLeaf, Layout, Leaf, PerToken, Slot
 from walkback.restore.materialise import bytes_of, dtype_of
 from walkback.restore.plan import Grid, plan_after, plan_start
@@ -107,15 +107,13 @@ def point_tensors(layout: Layout, cache: Sequence[Any]) -> list[Tensor]:
     return [Tensor(spec=each, buffer=bytes_of(arrays[each.name])) for each in layout.point_specs()]
 
 
-def random_chain(namespace: bytes, secret: bytes) -> tuple[BlockLink, ...]:
+def random_chain(namespace: bytes, secret: bytes) -> Chain:
     """The blocks of a prompt that nobody has seen, up to ``STOP``."""
     token_ids = [random.getrandbits(17) for _ in range(STOP)]
-    return block_chain(
-        token_ids, namespace=namespace, secret=secret, block_tokens=GRID.block_tokens
-    )
+    return Chain(token_ids, namespace=namespace, secret=secret, block_tokens=GRID.block_tokens)
 
 
-def stop_of(layout: Layout, namespace: bytes, chain: Sequence[BlockLink]) -> Boundary:
+def stop_of(layout: Layout, namespace: bytes, chain: Chain) -> Boundary:
     """The first stop of a prompt: its blocks, which are records only without KV, and a sidecar."""
     parts = [
         Part(
@@ -126,7 +124,7 @@ def stop_of(layout: Layout, namespace: bytes, chain: Sequence[BlockLink]) -> Bou
             end=link.end,
             tensors=layout.block_specs(link.start, link.end),
         )
-        for link in chain
+        for link in chain.links
     ]
     tip = parts[-1]
     parts.append(

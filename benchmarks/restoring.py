@@ -26,9 +26,11 @@ from payloads import (
 from storing import NAMESPACE, SETTINGS, save_durably
 
 from walkback.integration.capture import capture
+from walkback.restore.choosing import Lookup
 from walkback.restore.layout import Layout
 from walkback.restore.materialise import MutableAssembly
-from walkback.restore.walkback import Lookup, Resumed, resume
+from walkback.restore.plan import Plan
+from walkback.restore.walkback import Resumed, resume
 from walkback.store.boundary import Claim
 from walkback.store.store import MutableStore
 
@@ -100,7 +102,7 @@ def _stored(store: MutableStore, layout: Layout, cache: list[Any]) -> Lookup:
     claim = store.claim(stop_of(layout, NAMESPACE, chain), request=1, producer="benchmark")
     assert isinstance(claim, Claim)
     store.reserve(claim)
-    ranges = [(link.start, link.end) for link in chain]
+    ranges = [(link.start, link.end) for link in chain.links]
     captured = capture(cache, layout, position=STOP, ranges=ranges, with_point=True)
     store.put(claim, [*captured.blocks, captured.point], prefill_seconds=1.0)
     claim.settled.wait()
@@ -110,9 +112,8 @@ def _stored(store: MutableStore, layout: Layout, cache: list[Any]) -> Lookup:
         namespace=NAMESPACE,
         fields=(),
         layout=layout,
-        grid=GRID,
-        chain=chain,
-        prompt_tokens=STOP + 1,
+        chain=chain.longer([0]),
+        plan=Plan(GRID, STOP + 1),
     )
 
 

@@ -28,7 +28,7 @@ from payloads import (
 from walkback.integration.recording import MutableRecording, Recorded
 from walkback.journal.files import Files
 from walkback.restore.materialise import bytes_of
-from walkback.restore.plan import plan_start
+from walkback.restore.plan import Plan, plan_start
 from walkback.store.boundary import Claim
 from walkback.store.settings import GIB, StoreSettings
 from walkback.store.store import MutableStore
@@ -125,7 +125,7 @@ def measure_capture(
                 namespace=NAMESPACE,
                 layout=layout,
                 unsupported="",
-                grid=GRID,
+                plan=Plan(GRID, STOP + 1),
                 producer="benchmark",
                 request=1,
                 chain=random_chain(NAMESPACE, store.secret),

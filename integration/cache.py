@@ -9,7 +9,9 @@ cache.close()
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,9 @@ from .probe import learn_layout
 
 log = logging.getLogger("walkback")
 
+# Each restore has two readers of its own once it is large, and those keep a disk busy.
+RESTORES_AT_ONCE = 2
+
 
 class Cache:
     """An open cache. One process at a time; any number of models."""
@@ -46,6 +51,8 @@ class Cache:
         self.grid = grid
         self._salt = salt
         self._requests = itertools.count(1)
+        self._readers: ThreadPoolExecutor | None = None
+        self._readers_lock = threading.Lock()
 
     def bind(
         self,
@@ -80,6 +87,7 @@ class Cache:
                 namespace=None,
                 unsupported=str(error),
                 requests=self._requests,
+                readers=self._make_readers,
             )
         namespace = Namespace(
             weights=self._fingerprint(model, weights),
@@ -113,6 +121,7 @@ class Cache:
             namespace=namespace,
             unsupported="",
             requests=self._requests,
+            readers=self._make_readers,
         )
 
     @property
@@ -134,6 +143,10 @@ class Cache:
 
     def close(self) -> None:
         """Store what was recorded and let go of the directory. Twice is harmless."""
+        with self._readers_lock:
+            readers, self._readers = self._readers, None
+        if readers is not None:
+            readers.shutdown(cancel_futures=True)
         self.store.close()
 
     def __enter__(self) -> "Cache":
@@ -141,6 +154,14 @@ class Cache:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _make_readers(self) -> ThreadPoolExecutor:
+        with self._readers_lock:
+            if self._readers is None:
+                self._readers = ThreadPoolExecutor(
+                    RESTORES_AT_ONCE, thread_name_prefix="walkback-restore"
+                )
+            return self._readers
 
     def _fingerprint(self, model: Any, weights: str | Path | None) -> bytes:
         if weights is None:
@@ -178,6 +199,7 @@ def open_cache(
     block_tokens: int = 256,
     checkpoint_tokens: int = 2048,
     salt: str = "",
+    junctions: bool = False,
     clock: Clock | None = None,
 ) -> Cache:
     """Open the cache in a directory, or make one; the directory's parent must exist.
@@ -191,6 +213,7 @@ def open_cache(
         checkpoint_tokens: prefill stops, and the state is kept, every so many tokens: a multiple of
             ``block_tokens``, and of 256 for models that regroup tokens in chunks.
         salt: keeps tenants apart: what one stored no other salt restores.
+        junctions: prefill also stops where a prompt parts from others that are stored.
 
     Raises:
         CacheLockedError: another process holds it, named by pid.
@@ -200,7 +223,7 @@ def open_cache(
     """
     if not isinstance(salt, str):  # pyright: ignore[reportUnnecessaryIsInstance] callers lack types
         raise SettingsError(f"salt is {salt!r}; it must be a str")
-    grid = Grid(block_tokens=block_tokens, checkpoint_tokens=checkpoint_tokens)
+    grid = Grid(block_tokens=block_tokens, checkpoint_tokens=checkpoint_tokens, junctions=junctions)
     defaults = StoreSettings()
     settings = StoreSettings(
         budget_bytes=budget_bytes,

@@ -5,7 +5,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -14,7 +14,8 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 from ..journal.errors import SettingsError
-from .binding import DECODE_HEADROOM_TOKENS, BoundModel, Restoration, token_ids_of
+from .binding import DECODE_HEADROOM_TOKENS, BoundModel, token_ids_of
+from .restoration import Restoration
 
 # Options under which mlx-lm's cache is not the one that was bound, or is not fed token by token.
 _REFUSED_OPTIONS = {
@@ -34,16 +35,19 @@ def generate_step(
     bound: BoundModel,
     prompt: Sequence[int] | mx.array,
     *,
+    turn_ends: Iterable[int] = (),
     on_restore: Callable[[Restoration], None] | None = None,
     **options: Any,
 ) -> Generator[tuple[int, mx.array]]:
     """Yield ``(token, logprobs)`` as mlx-lm's ``generate_step`` does, resumed and recorded.
 
     Options are mlx-lm's, but for those that change the cache: SettingsError names them.
+    ``turn_ends`` are positions where a conversation may go on from: prefill stops there too.
     ``on_restore`` is told what the prompt resumed from, before anything is computed. Closing the
     generator ends the recording; what was captured is still stored.
     """
-    with _resumed(bound, token_ids_of(prompt), on_restore, options) as (rest, prepared):
+    token_ids = token_ids_of(prompt)
+    with _resumed(bound, token_ids, turn_ends, on_restore, options) as (rest, prepared):
         yield from _mlx_generate_step(mx.array(rest), bound.model, **prepared)
 
 
@@ -52,6 +56,7 @@ def stream_generate(
     tokenizer: Any,
     prompt: str | Sequence[int] | mx.array,
     *,
+    turn_ends: Iterable[int] = (),
     on_restore: Callable[[Restoration], None] | None = None,
     **options: Any,
 ) -> Generator[Any]:
@@ -67,7 +72,7 @@ def stream_generate(
             prompt, add_special_tokens=bos is None or not prompt.startswith(bos)
         )
     token_ids = token_ids_of(cast("Sequence[int] | mx.array", prompt))
-    with _resumed(bound, token_ids, on_restore, options) as (rest, prepared):
+    with _resumed(bound, token_ids, turn_ends, on_restore, options) as (rest, prepared):
         for response in _mlx_stream_generate(bound.model, tokenizer, rest, **prepared):
             yield dataclasses.replace(response, prompt_tokens=len(token_ids))
 
@@ -76,6 +81,7 @@ def stream_generate(
 def _resumed(
     bound: BoundModel,
     token_ids: list[int],
+    turn_ends: Iterable[int],
     on_restore: Callable[[Restoration], None] | None,
     options: dict[str, Any],
 ) -> Generator[tuple[list[int], dict[str, Any]]]:
@@ -83,7 +89,7 @@ def _resumed(
     _require_options(bound, options)
     if not token_ids:
         raise ValueError("a prompt needs at least one token id")
-    restoration = bound.restore(token_ids, headroom_tokens=_headroom(options))
+    restoration = bound.restore(token_ids, turn_ends=turn_ends, headroom_tokens=_headroom(options))
     try:
         if on_restore is not None:
             on_restore(restoration)
@@ -99,21 +105,23 @@ def _prepared(
     stride = bound.grid.checkpoint_tokens
     cache, recording = restoration.cache, restoration.recording
     position = restoration.endpoint
-    stream = options.get("stream", generation_stream)
-    aligned = bound.grid.next_stop(position)
-    if position % stride and aligned < len(token_ids):
-        # mlx-lm has one chunk size, so the way to the next stop is one chunk of ours.
-        with mx.stream(stream):
-            bound.model(mx.array([token_ids[position:aligned]]), cache=cache)
-            mx.eval([leaf.state for leaf in cache])
-            recording.stop(aligned, cache)
-        position = aligned
+    stops = list(restoration.stops)
+    # mlx-lm has one chunk size, so the way to the last stop that is no multiple of it is ours.
+    while any((stop - position) % stride for stop in stops):
+        stop = stops.pop(0)
+        with mx.stream(options.get("stream", generation_stream)):
+            for start in range(position, stop, stride):
+                chunk = token_ids[start : min(start + stride, stop)]
+                bound.model(mx.array([chunk]), cache=cache)
+                mx.eval([leaf.state for leaf in cache])
+            recording.stop(stop, cache)
+        position = stop
     start = position
     user_progress = options.get("prompt_progress_callback")
 
     def progress(done: int, total: int) -> None:
         # At the end mlx-lm has already queued the next token: the cache stands one further.
-        if 0 < done < total and (start + done) % stride == 0:
+        if 0 < done < total and start + done in stops:
             recording.stop(start + done, cache)
         if user_progress is not None:
             user_progress(start + done, start + total)

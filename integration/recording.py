@@ -1,4 +1,4 @@
-"""Recording the stops of one request while it prefills."""
+"""Recording the stops of one request while it prefills, and where its answer ends."""
 
 import logging
 import time
@@ -9,9 +9,9 @@ from typing import Any
 
 from ..journal.errors import UnsupportedLayoutError
 from ..journal.words import Kind, NotStoredReason
-from ..restore.identity import BlockLink
+from ..restore.identity import BlockLink, Chain
 from ..restore.layout import Layout
-from ..restore.plan import Grid, plan_after
+from ..restore.plan import Plan, plan_after, plan_after_decoding
 from ..store.boundary import Boundary, Claim, NotStored, Part
 from ..store.store import MutableStore
 from ..store.tensors import Tensor
@@ -36,10 +36,10 @@ class Recorded:
     # None if the model's cache has leaves that are not stored; ``unsupported`` says which.
     layout: Layout | None
     unsupported: str
-    grid: Grid
+    plan: Plan
     producer: str
     request: int
-    chain: tuple[BlockLink, ...]
+    chain: Chain
     endpoint: int
     plan_digest: bytes
     restored_from: int | None
@@ -57,6 +57,7 @@ class MutableRecording:
 
     def __init__(self, recorded: Recorded) -> None:
         self._recorded = recorded
+        self._chain = recorded.chain
         self._position = recorded.endpoint
         self._plan_digest = recorded.plan_digest
         self._last_time = time.monotonic()
@@ -75,7 +76,8 @@ class MutableRecording:
     def stop(self, position: int, cache: Sequence[Any]) -> NotStored | None:
         """Store the boundary at ``position``, where the cache stands now; None if it is on its way.
 
-        ``position`` is a multiple of ``block_tokens`` beyond the last one.
+        ``position`` is beyond the last one and not beyond the token ids that are known. Off the
+        grid of blocks a tail is stored under it.
         """
         refusal = self._refusal_of(position)
         if refusal is None:
@@ -85,6 +87,11 @@ class MutableRecording:
         # What a stop costs is not prefill.
         self._last_time = time.monotonic()
         return refusal
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Tell what was decoded: the token ids that went into the cache behind the known ones."""
+        if self._recorded.layout is not None:
+            self._chain = self._chain.longer(token_ids)
 
     def finish(self) -> None:
         """End the recording. What was captured goes on being stored. Twice is harmless."""
@@ -109,18 +116,14 @@ class MutableRecording:
             refusal = NotStored(NotStoredReason.UNSUPPORTED_LAYOUT, recorded.unsupported)
         elif self._is_over:
             refusal = NotStored(NotStoredReason.ABORTED, "the recording is over")
-        elif position % recorded.grid.block_tokens:
-            refusal = NotStored(
-                NotStoredReason.OFF_GRID,
-                f"a stop at {position} is not on the grid of {recorded.grid.block_tokens} tokens",
-            )
         elif position <= self._position:
             refusal = NotStored(
                 NotStoredReason.OFF_GRID,
                 f"a stop at {position} does not go on from {self._position}",
             )
-        elif not recorded.chain or position > recorded.chain[-1].end:
-            refusal = NotStored(NotStoredReason.OFF_GRID, f"{position} is beyond the prompt")
+        elif position > self._chain.token_count:
+            detail = f"{position} is beyond the {self._chain.token_count} tokens that are known"
+            refusal = NotStored(NotStoredReason.OFF_GRID, detail)
         else:
             return None
         recorded.store.refuse(refusal, request=recorded.request, key=b"", position=position)
@@ -131,9 +134,18 @@ class MutableRecording:
         store, layout = recorded.store, recorded.layout
         assert layout is not None
         prefill_seconds = time.monotonic() - self._last_time
-        self._plan_digest = plan_after(self._plan_digest, position)
-        boundary = self._boundary(layout, position)
+        prompt_tokens = recorded.plan.prompt_tokens
+        if position <= prompt_tokens:
+            self._plan_digest = plan_after(self._plan_digest, position)
+        else:
+            self._plan_digest = plan_after_decoding(self._plan_digest, prompt_tokens, position)
+        links = self._chain.between(self._position, position)
+        if is_end := recorded.plan.keeps_state_at(position):
+            links += self._tail(position)
+        boundary = self._boundary(layout, position, links, with_state=is_end)
         self._position = position
+        if not boundary.parts:
+            return None
         claim = store.claim(
             boundary,
             request=recorded.request,
@@ -169,10 +181,13 @@ class MutableRecording:
         store.cancel(claim, refusal)
         return refusal
 
-    def _boundary(self, layout: Layout, position: int) -> Boundary:
+    def _tail(self, position: int) -> list[BlockLink]:
+        return [self._chain.ending_at(position)] if position % self._chain.block_tokens else []
+
+    def _boundary(
+        self, layout: Layout, position: int, links: Sequence[BlockLink], *, with_state: bool
+    ) -> Boundary:
         recorded = self._recorded
-        ranges = recorded.grid.ranges(self._position, position)
-        links = [recorded.chain[start // recorded.grid.block_tokens] for start, _ in ranges]
         parts = [
             Part(
                 kind=Kind.BLOCK,
@@ -184,8 +199,8 @@ class MutableRecording:
             )
             for link in links
         ]
-        if layout.has_point_state:
-            tip = links[-1]
+        if layout.has_point_state and with_state:
+            tip = self._chain.ending_at(position)
             parts.append(
                 Part(
                     kind=Kind.SIDECAR,
@@ -216,10 +231,8 @@ class MutableRecording:
 
     def _hold_tip(self) -> None:
         """Keep what the next boundary will continue from being evicted before it is claimed."""
-        recorded = self._recorded
-        index = self._position // recorded.grid.block_tokens - 1
-        held = (recorded.chain[index].key,) if index >= 0 and recorded.chain else ()
-        self._hold(held)
+        full = self._position // self._chain.block_tokens * self._chain.block_tokens
+        self._hold((self._chain.ending_at(full).key,) if full else ())
 
     def _hold(self, held: tuple[bytes, ...]) -> None:
         self._recorded.store.hold(held)

@@ -83,6 +83,8 @@ class MissReason(enum.StrEnum):
     CLOSED = "closed"
     FAILED = "failed"
     UNSUPPORTED_LAYOUT = "unsupported_layout"
+    ABORTED = "aborted"
+    IN_MEMORY = "in_memory"
 
 
 class NotStoredReason(enum.StrEnum):

@@ -80,7 +80,10 @@ def difference(wanted: Sequence[tuple[str, str]], found: Sequence[tuple[str, str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLink:
-    """One full block of a prompt: token positions ``start:end``, its key and its parent's."""
+    """One block of a prompt: token positions ``start:end``, its key and its parent's.
+
+    A tail is shorter than the others, and no block follows it.
+    """
 
     key: bytes
     parent: bytes
@@ -88,38 +91,106 @@ class BlockLink:
     end: int
 
 
-def block_chain(
-    token_ids: Sequence[int], *, namespace: bytes, secret: bytes, block_tokens: int
-) -> tuple[BlockLink, ...]:
-    """The full blocks of a prompt, first to last. A shorter rest at the end has no link.
+class Chain:
+    """A prompt as blocks: every full one, and any tail that is asked for. Never changes.
 
     Token ids are signed 64-bit integers; ValueError for others. Hashing packed integers is
     twice as fast as hashing their text.
     """
-    return tuple(_links(token_ids, namespace, secret, block_tokens))
 
+    def __init__(
+        self, token_ids: Sequence[int], *, namespace: bytes, secret: bytes, block_tokens: int
+    ) -> None:
+        self._begin(_packed(token_ids), (), namespace, secret, block_tokens)
 
-def _links(
-    token_ids: Sequence[int], namespace: bytes, secret: bytes, block_tokens: int
-) -> Iterator[BlockLink]:
-    packed = _packed(token_ids)
-    parent = namespace
-    for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
-        end = start + block_tokens
-        hasher = blake3(key=secret)
+    def _begin(
+        self,
+        packed: bytes,
+        links: tuple[BlockLink, ...],
+        namespace: bytes,
+        secret: bytes,
+        block_tokens: int,
+    ) -> None:
+        self._packed = packed
+        self._namespace = namespace
+        self._secret = secret
+        self.block_tokens = block_tokens
+        # The full blocks, first to last.
+        self.links = (*links, *self._links_after(links))
+
+    @property
+    def token_count(self) -> int:
+        return len(self._packed) // 8
+
+    @property
+    def tip(self) -> bytes:
+        """The key of the last full block, empty without one."""
+        return self.links[-1].key if self.links else b""
+
+    def ending_at(self, end: int) -> BlockLink:
+        """The block that ends at a position: a full one, or else the tail under the last of them.
+
+        ValueError for a position that the prompt does not reach, and for 0.
+        """
+        if not 0 < end <= self.token_count:
+            raise ValueError(f"no block of {self.token_count} tokens ends at {end}")
+        full_count, rest = divmod(end, self.block_tokens)
+        if not rest:
+            return self.links[full_count - 1]
+        return self._link(self.parent_at(end - rest), end - rest, end)
+
+    def parent_at(self, start: int) -> bytes:
+        """The parent of the blocks that begin at a multiple of ``block_tokens``."""
+        return self.links[start // self.block_tokens - 1].key if start else self._namespace
+
+    def between(self, start: int, end: int) -> list[BlockLink]:
+        """The full blocks that end behind ``start`` and up to ``end``, parents first.
+
+        The first of them may begin before ``start``.
+        """
+        return list(self.links[start // self.block_tokens : end // self.block_tokens])
+
+    def longer(self, token_ids: Sequence[int]) -> "Chain":
+        """The chain of this prompt with more token ids behind it."""
+        chain = Chain.__new__(Chain)
+        chain._begin(
+            self._packed + _packed(token_ids),
+            self.links,
+            self._namespace,
+            self._secret,
+            self.block_tokens,
+        )
+        return chain
+
+    def _links_after(self, links: tuple[BlockLink, ...]) -> Iterator[BlockLink]:
+        parent = links[-1].key if links else self._namespace
+        size = self.block_tokens
+        for start in range(len(links) * size, self.token_count - size + 1, size):
+            link = self._link(parent, start, start + size)
+            yield link
+            parent = link.key
+
+    def _link(self, parent: bytes, start: int, end: int) -> BlockLink:
+        hasher = blake3(key=self._secret)
         hasher.update(parent)
-        hasher.update(block_tokens.to_bytes(8, "little"))
-        hasher.update(packed[8 * start : 8 * end])
+        hasher.update((end - start).to_bytes(8, "little"))
+        hasher.update(self._packed[8 * start : 8 * end])
         # Extra keys (images, embeddings) will follow here, behind their count.
         hasher.update(bytes(8))
-        key = hasher.digest()
-        yield BlockLink(key=key, parent=parent, start=start, end=end)
-        parent = key
+        return BlockLink(key=hasher.digest(), parent=parent, start=start, end=end)
 
 
-def _packed(token_ids: Sequence[int]) -> memoryview:
+def block_chain(
+    token_ids: Sequence[int], *, namespace: bytes, secret: bytes, block_tokens: int
+) -> tuple[BlockLink, ...]:
+    """The full blocks of a prompt, first to last. A shorter rest at the end has no link."""
+    chain = Chain(token_ids, namespace=namespace, secret=secret, block_tokens=block_tokens)
+    return chain.links
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian signed 64-bit integers."""
     try:
-        return memoryview(struct.pack(f"<{len(token_ids)}q", *token_ids))
+        return struct.pack(f"<{len(token_ids)}q", *token_ids)
     except struct.error as error:
         raise ValueError(f"token ids are signed integers of 64 bits: {error}") from error

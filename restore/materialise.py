@@ -88,7 +88,8 @@ class MutableAssembly:
     - every byte that is not asked for stays zero, so the tail behind the endpoint is deterministic;
     - a row of KV and a slot are each given out once, and ``finish`` refuses when one was not.
 
-    One owner: the thread that made it calls every method. The segments that it gives out may be
+    One owner: the thread that made it calls every method, until another takes it with
+    ``hand_over``. The segments that it gives out may be
     filled on other threads; those must be done, and must have let go of them, before ``finish``.
     """
 
@@ -117,6 +118,10 @@ class MutableAssembly:
     def nbytes(self) -> int:
         """Bytes allocated, headroom included."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def hand_over(self) -> None:
+        """Make the calling thread the owner. Every buffer is evaluated, so it belongs to none."""
+        self._owner = threading.get_ident()
 
     def block_segments(self, spec: TensorSpec, *, start: int, end: int) -> list[memoryview]:
         """Where the payload of one tensor of the block ``start:end`` goes, in the payload's order.
@@ -216,7 +221,7 @@ class MutableAssembly:
 
     def _require_open(self) -> None:
         assert not self._finished, "the buffers belong to the cache since finish"
-        assert threading.get_ident() == self._owner, "only the thread that made it may call it"
+        assert threading.get_ident() == self._owner, "only the thread that owns it may call it"
 
     def _require_complete(self) -> None:
         if missing := self._slots.keys() - self._slots_given:

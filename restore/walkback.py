@@ -6,8 +6,9 @@ comes by. The caller's objects are not touched: a restore makes new ones or none
 """
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -15,12 +16,10 @@ from ..journal.errors import CacheClosedError, PayloadDamagedError
 from ..journal.events import Missed, Restored
 from ..journal.words import Kind, MissReason
 from ..store.core import Mode
-from ..store.lookup import Located, View
+from ..store.lookup import Lease, Located
 from ..store.store import MutableStore
-from .candidates import Candidate, Match, match
-from .identity import BlockLink, difference
-from .layout import Layout
-from .plan import Grid, plan_digests
+from .candidates import Candidate, Match
+from .choosing import Lookup, NotResumed, choose
 from .reading import Assembly, read_candidate
 
 # Each walk-back removes or refuses an entry, so this only bounds a cache that rots while it is
@@ -33,23 +32,6 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lookup:
-    """A prompt that wants to resume: its chain, and what its payloads must look like."""
-
-    request: int
-    namespace: bytes
-    fields: tuple[tuple[str, str], ...]
-    layout: Layout
-    grid: Grid
-    chain: tuple[BlockLink, ...]
-    prompt_tokens: int
-
-    @property
-    def tip(self) -> bytes:
-        return self.chain[-1].key if self.chain else b""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed(Generic[Made]):
     """A verified restore. ``made`` is what was built from it."""
 
@@ -59,20 +41,14 @@ class Resumed(Generic[Made]):
     # The sequence of the endpoint's Committed, and the plan that led to it.
     sequence: int
     plan_digest: bytes
+    # Whether it was captured at the endpoint, and not cut out of what a later stop captured.
+    is_at_its_stop: bool
     sidecars: int
     walkbacks: int
     mixed_plan: bool
     header_seconds: float
     bytes_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotResumed:
-    """A miss with its reason."""
-
-    reason: MissReason
-    detail: str
-    walkbacks: int = 0
+    junction: int | None
 
 
 @dataclass(slots=True)
@@ -86,6 +62,212 @@ class _Attempt:
     refused: set[bytes] = field(default_factory=set[bytes])
     failure: MissReason | None = None
     detail: str = ""
+    junction: int | None = None
+
+
+@dataclass(slots=True)
+class _Held(Generic[AssemblyT]):
+    """A candidate that was read and verified, and the lease that keeps it."""
+
+    found: Match
+    candidate: Candidate
+    assembly: AssemblyT
+    lease: Lease
+
+
+class MutableResumption(Generic[AssemblyT]):
+    """One restore under way: ``read`` on any thread, then ``finish`` on the caller's.
+
+    The two must not overlap. ``cancel`` may come from any thread at any time; a restore that is not
+    finished must be cancelled, or its lease stays. The lease is released exactly once: by
+    ``finish``, or when ``cancel`` is seen.
+    """
+
+    def __init__(
+        self,
+        store: MutableStore,
+        lookup: Lookup,
+        *,
+        make_assembly: Callable[[int], AssemblyT],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """``make_assembly`` gets the endpoint, and runs on the thread that reads."""
+        self._store = store
+        self._lookup = lookup
+        self._make_assembly = make_assembly
+        self._clock = clock
+        self._attempt = _Attempt()
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+        self._held: _Held[AssemblyT] | None = None
+        self._miss: NotResumed | None = None
+
+    def read(self) -> None:
+        """Choose, lease and read until a candidate is whole and verified, or none is left."""
+        while self._held is None and self._miss is None:
+            self._read_next()
+
+    def finish(self, finish: Callable[[AssemblyT], Made]) -> Resumed[Made] | NotResumed:
+        """Make something of what was read; the journal is told how it went.
+
+        ``finish`` runs on this thread and may raise PayloadDamagedError for point state that is not
+        finite: then the next candidate is read here.
+        """
+        while True:
+            self.read()
+            with self._lock:
+                held, self._held = self._held, None
+            if held is None:
+                return self._miss or self._missed(_CANCELLED)
+            try:
+                made = finish(held.assembly)
+            except PayloadDamagedError as error:
+                tip = held.candidate.sidecar or held.candidate.blocks[-1]
+                _deal_with(self._store, tip, error, self._attempt)
+                self._walk_back()
+            else:
+                return self._resumed(held, made)
+            finally:
+                self._store.release(held.lease)
+
+    def cancel(self) -> None:
+        """Give the restore up: what was read is let go of, what is being read as soon as it can."""
+        with self._lock:
+            self._is_cancelled = True
+            held, self._held = self._held, None
+        if held is not None:
+            self._store.release(held.lease)
+
+    def _read_next(self) -> None:
+        """Take the longest candidate that is left: hold it, refuse it, or end with a miss."""
+        store, attempt = self._store, self._attempt
+        if self._is_cancelled:
+            self._miss = self._missed(_CANCELLED)
+            return
+        if store.mode is Mode.OFFLINE or attempt.walkbacks > WALKBACKS_MAX:
+            if store.mode is Mode.OFFLINE:
+                # Whatever could not be read before, this is why.
+                attempt.failure = None
+            detail = store.mode_detail
+            self._miss = self._missed(NotResumed(reason=MissReason.OFFLINE, detail=detail))
+            return
+        try:
+            choice, lease = store.choose(lambda view: choose(view, self._lookup, attempt.refused))
+        except CacheClosedError as error:
+            self._miss = NotResumed(reason=MissReason.CLOSED, detail=str(error))
+            return
+        is_kept = False
+        try:
+            attempt.junction = choice.junction
+            if choice.miss is not None:
+                self._miss = self._missed(choice.miss)
+                return
+            candidate = choice.found.candidate
+            assert candidate is not None, "what is no miss has a candidate"
+            assembly = self._read(candidate)
+            if assembly is not None:
+                is_kept = self._hold(_Held(choice.found, candidate, assembly, lease))
+                return
+        finally:
+            if not is_kept:
+                store.release(lease)
+        if not self._is_cancelled:
+            self._walk_back()
+
+    def _hold(self, held: _Held[AssemblyT]) -> bool:
+        with self._lock:
+            if not self._is_cancelled:
+                self._held = held
+            return not self._is_cancelled
+
+    def _walk_back(self) -> None:
+        self._attempt.walkbacks += 1
+        if not self._store.files.is_in_place():
+            self._store.go_offline()
+
+    def _read(self, candidate: Candidate) -> AssemblyT | None:
+        """Read and verify one candidate; None if it cannot be used, which is then dealt with."""
+        attempt = self._attempt
+        assembly = self._make_assembly(candidate.endpoint)
+        files, layout = self._store.files, self._lookup.layout
+        readings = read_candidate(files, layout, candidate, assembly, clock=self._clock)
+        with contextlib.closing(readings):
+            for reading in readings:
+                if self._is_cancelled:
+                    return None
+                attempt.header_seconds += reading.header_seconds
+                attempt.bytes_seconds += reading.bytes_seconds
+                if reading.error is not None:
+                    _deal_with(self._store, reading.located, reading.error, attempt)
+                    return None
+                attempt.sidecars += reading.located.kind is Kind.SIDECAR
+        return assembly
+
+    def _resumed(self, held: _Held[AssemblyT], made: Made) -> Resumed[Made]:
+        lookup, attempt, candidate = self._lookup, self._attempt, held.candidate
+        tip = candidate.blocks[-1]
+        endpoint = candidate.sidecar or tip
+        deepest = held.found.deepest
+        assert deepest is not None, "a candidate has a block"
+        mixed_plan = any(
+            located.plan_digest != lookup.plan.digest_of(located.end)
+            for located in (*candidate.blocks, endpoint)
+        )
+        is_on_grid = lookup.plan.grid.is_on_grid(candidate.endpoint)
+        is_tail = tip.end % lookup.chain.block_tokens != 0
+        is_at_its_stop = is_on_grid or is_tail or candidate.sidecar is not None
+        event = Restored(
+            request=lookup.request,
+            tip=lookup.chain.tip[:8],
+            block_count=len(lookup.chain.links),
+            matched=deepest.sequence,
+            endpoint=endpoint.sequence,
+            endpoint_tokens=candidate.endpoint,
+            prompt_tokens=lookup.prompt_tokens,
+            walkbacks=attempt.walkbacks,
+            mixed_plan=mixed_plan,
+        )
+        self._store.note_restored(event, endpoint=tip.key, sidecars_read=attempt.sidecars)
+        return Resumed(
+            made=made,
+            endpoint=candidate.endpoint,
+            tip=tip,
+            sequence=endpoint.sequence,
+            plan_digest=endpoint.plan_digest,
+            is_at_its_stop=is_at_its_stop,
+            sidecars=attempt.sidecars,
+            walkbacks=attempt.walkbacks,
+            mixed_plan=mixed_plan,
+            header_seconds=attempt.header_seconds,
+            bytes_seconds=attempt.bytes_seconds,
+            junction=_beyond(attempt.junction, candidate.endpoint),
+        )
+
+    def _missed(self, miss: NotResumed) -> NotResumed:
+        lookup, attempt = self._lookup, self._attempt
+        is_failure = attempt.failure is not None and miss is not _CANCELLED
+        reason = attempt.failure if is_failure and attempt.failure else miss.reason
+        detail = attempt.detail if is_failure else miss.detail
+        self._store.note_missed(
+            Missed(
+                request=lookup.request,
+                tip=lookup.chain.tip[:8],
+                block_count=len(lookup.chain.links),
+                prompt_tokens=lookup.prompt_tokens,
+                walkbacks=attempt.walkbacks,
+                reason=reason,
+                detail=detail[:200],
+            )
+        )
+        return NotResumed(
+            reason=reason,
+            detail=detail,
+            walkbacks=attempt.walkbacks,
+            junction=_beyond(attempt.junction, 0),
+        )
+
+
+_CANCELLED = NotResumed(reason=MissReason.ABORTED, detail="the restore was cancelled")
 
 
 def resume(
@@ -96,102 +278,13 @@ def resume(
     finish: Callable[[AssemblyT], Made],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Resumed[Made] | NotResumed:
-    """Restore the newest valid point of a prompt, or say why there is none; the journal is told.
-
-    ``make_assembly`` gets the endpoint. ``finish`` runs on this thread and may raise
-    PayloadDamagedError for point state that is not finite.
-    """
-    attempt = _Attempt()
-    while store.mode is not Mode.OFFLINE and attempt.walkbacks <= WALKBACKS_MAX:
-        try:
-            (found, miss), lease = store.choose(
-                lambda view: _choose(view, lookup, frozenset(attempt.refused))
-            )
-        except CacheClosedError as error:
-            return NotResumed(reason=MissReason.CLOSED, detail=str(error))
-        try:
-            candidate = found.candidate
-            if candidate is None:
-                return _missed(store, lookup, attempt, miss)
-            made = _restore(store, lookup, candidate, attempt, make_assembly, finish, clock)
-        finally:
-            store.release(lease)
-        if made is not None:
-            return _resumed(store, lookup, found, candidate, attempt, made[0])
-        attempt.walkbacks += 1
-        if not store.files.is_in_place():
-            store.go_offline()
-    if store.mode is Mode.OFFLINE:
-        # Whatever could not be read before, this is why.
-        attempt.failure = None
-    offline = NotResumed(reason=MissReason.OFFLINE, detail=store.mode_detail)
-    return _missed(store, lookup, attempt, offline)
+    """Restore the newest valid point of a prompt, or say why there is none, all on this thread."""
+    resumption = MutableResumption(store, lookup, make_assembly=make_assembly, clock=clock)
+    return resumption.finish(finish)
 
 
-def _choose(
-    view: View, lookup: Lookup, refused: frozenset[bytes]
-) -> tuple[tuple[Match, NotResumed], Sequence[Located]]:
-    found = match(
-        view,
-        lookup.chain,
-        prompt_tokens=lookup.prompt_tokens,
-        needs_sidecar=lookup.layout.has_point_state,
-        refused=refused,
-    )
-    candidate = found.candidate
-    if candidate is None:
-        return (found, _why(view, lookup, found)), ()
-    located = [*candidate.blocks, *([candidate.sidecar] if candidate.sidecar else [])]
-    return (found, NotResumed(reason=MissReason.FAILED, detail="")), located
-
-
-def _why(view: View, lookup: Lookup, found: Match) -> NotResumed:
-    """Why nothing of a prompt can be restored."""
-    if lookup.prompt_tokens <= lookup.grid.block_tokens or not lookup.chain:
-        detail = f"a prompt of {lookup.prompt_tokens} tokens has no whole block before its last"
-        return NotResumed(reason=MissReason.TOO_SHORT, detail=detail)
-    if found.blocks:
-        detail = f"{found.blocks[-1].end} tokens match, but no checkpoint stands among them"
-        return NotResumed(reason=MissReason.NO_CHECKPOINT, detail=detail)
-    if not view.block_count():
-        return NotResumed(reason=MissReason.EMPTY, detail="nothing is stored")
-    others = {
-        namespace: fields
-        for namespace, fields in view.namespaces().items()
-        if namespace != lookup.namespace and view.block_count(namespace)
-    }
-    if not view.block_count(lookup.namespace) and others:
-        nearest = min((difference(lookup.fields, each) for each in others.values()), key=len)
-        detail = f"what is stored differs in {', '.join(nearest)}"
-        return NotResumed(reason=MissReason.OTHER_NAMESPACE, detail=detail)
-    return NotResumed(reason=MissReason.UNSEEN, detail="no stored prompt begins like this one")
-
-
-def _restore(
-    store: MutableStore,
-    lookup: Lookup,
-    candidate: Candidate,
-    attempt: _Attempt,
-    make_assembly: Callable[[int], AssemblyT],
-    finish: Callable[[AssemblyT], Made],
-    clock: Callable[[], float],
-) -> tuple[Made] | None:
-    """Read and verify one candidate; None if it cannot be used, which is then dealt with."""
-    assembly = make_assembly(candidate.endpoint)
-    readings = read_candidate(store.files, lookup.layout, candidate, assembly, clock=clock)
-    with contextlib.closing(readings):
-        for reading in readings:
-            attempt.header_seconds += reading.header_seconds
-            attempt.bytes_seconds += reading.bytes_seconds
-            if reading.error is not None:
-                _deal_with(store, reading.located, reading.error, attempt)
-                return None
-            attempt.sidecars += reading.located.kind is Kind.SIDECAR
-    try:
-        return (finish(assembly),)
-    except PayloadDamagedError as error:
-        _deal_with(store, candidate.sidecar or candidate.blocks[-1], error, attempt)
-        return None
+def _beyond(junction: int | None, endpoint: int) -> int | None:
+    return junction if junction is not None and junction > endpoint else None
 
 
 def _deal_with(
@@ -212,61 +305,3 @@ def _deal_with(
     else:
         attempt.failure = MissReason.READ_ERROR
         store.damage.suspect(located)
-
-
-def _resumed(
-    store: MutableStore,
-    lookup: Lookup,
-    found: Match,
-    candidate: Candidate,
-    attempt: _Attempt,
-    made: Made,
-) -> Resumed[Made]:
-    tip = candidate.blocks[-1]
-    endpoint = candidate.sidecar or tip
-    plan = dict(plan_digests(lookup.grid, lookup.grid.stop_of(candidate.endpoint)))
-    mixed_plan = any(
-        located.plan_digest != plan[lookup.grid.stop_of(located.end)]
-        for located in (*candidate.blocks, endpoint)
-    )
-    event = Restored(
-        request=lookup.request,
-        tip=lookup.tip[:8],
-        block_count=len(lookup.chain),
-        matched=found.blocks[-1].sequence,
-        endpoint=endpoint.sequence,
-        endpoint_tokens=candidate.endpoint,
-        prompt_tokens=lookup.prompt_tokens,
-        walkbacks=attempt.walkbacks,
-        mixed_plan=mixed_plan,
-    )
-    store.note_restored(event, endpoint=tip.key, sidecars_read=attempt.sidecars)
-    return Resumed(
-        made=made,
-        endpoint=candidate.endpoint,
-        tip=tip,
-        sequence=endpoint.sequence,
-        plan_digest=endpoint.plan_digest,
-        sidecars=attempt.sidecars,
-        walkbacks=attempt.walkbacks,
-        mixed_plan=mixed_plan,
-        header_seconds=attempt.header_seconds,
-        bytes_seconds=attempt.bytes_seconds,
-    )
-
-
-def _missed(store: MutableStore, lookup: Lookup, attempt: _Attempt, miss: NotResumed) -> NotResumed:
-    reason = attempt.failure or miss.reason
-    detail = attempt.detail if attempt.failure else miss.detail
-    store.note_missed(
-        Missed(
-            request=lookup.request,
-            tip=lookup.tip[:8],
-            block_count=len(lookup.chain),
-            prompt_tokens=lookup.prompt_tokens,
-            walkbacks=attempt.walkbacks,
-            reason=reason,
-            detail=detail[:200],
-        )
-    )
-    return NotResumed(reason=reason, detail=detail, walkbacks=attempt.walkbacks)

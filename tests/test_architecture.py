@@ -84,8 +84,8 @@ TYPES_ONLY = {
 # Where a broad except may end: the edge to a caller whose request must go on, the two threads whose
 # death nobody would see, and the edge of the process.
 MAY_CATCH_ANYTHING = {
-    "integration/binding.py",
     "integration/recording.py",
+    "integration/restoration.py",
     "store/committer.py",
     "store/deletion.py",
     "store/ordering.py",

@@ -9,11 +9,20 @@ from hypothesis import strategies as st
 
 from walkback.journal.words import Kind
 from walkback.restore.candidates import Candidate, candidates, match, matched_blocks
-from walkback.restore.identity import BlockLink, block_chain
+from walkback.restore.identity import BlockLink, Chain
 from walkback.store.lookup import Located
 
 BLOCK_TOKENS = 4
-CHAIN = block_chain(range(24), namespace=b"n" * 32, secret=b"s" * 32, block_tokens=BLOCK_TOKENS)
+
+
+def chain_of(token_count: int) -> Chain:
+    return Chain(
+        range(token_count), namespace=b"n" * 32, secret=b"s" * 32, block_tokens=BLOCK_TOKENS
+    )
+
+
+LONGEST = chain_of(30)
+CHAIN = LONGEST.links[:6]
 
 
 def located(kind: Kind, link: BlockLink) -> Located:
@@ -34,15 +43,25 @@ def located(kind: Kind, link: BlockLink) -> Located:
 
 
 class Held:
-    """The entries of a cache: blocks and sidecars of CHAIN, named by where they end."""
+    """The entries of a cache, named by where they end: those off the grid are tails."""
 
     def __init__(self, blocks: Iterable[int], sidecars: Iterable[int]) -> None:
-        by_end = {link.end: link for link in CHAIN}
-        self.blocks = {by_end[end].key: located(Kind.BLOCK, by_end[end]) for end in blocks}
-        self.sidecars = {by_end[end].key: located(Kind.SIDECAR, by_end[end]) for end in sidecars}
+        self.blocks = {
+            link.key: located(Kind.BLOCK, link) for link in map(LONGEST.ending_at, blocks)
+        }
+        self.sidecars = {
+            link.key: located(Kind.SIDECAR, link) for link in map(LONGEST.ending_at, sidecars)
+        }
+        self.asked: list[bytes] = []
 
     def block(self, key: bytes) -> Located | None:
         return self.blocks.get(key)
+
+    def short_lengths(self, parent: bytes) -> list[int]:
+        """Of every block below, as if none could be told from a tail."""
+        self.asked.append(parent)
+        found = {each.end - each.start for each in self.blocks.values() if each.parent == parent}
+        return sorted(found, reverse=True)
 
     def sidecar(self, key: bytes) -> Located | None:
         return self.sidecars.get(key)
@@ -51,14 +70,14 @@ class Held:
 def all_candidates(
     held: Held, prompt_tokens: int, *, needs_sidecar: bool = True, refused: Iterable[int] = ()
 ) -> list[Candidate]:
-    chain = CHAIN[: prompt_tokens // BLOCK_TOKENS]
+    chain = chain_of(prompt_tokens)
     return list(
         candidates(
             held,
-            matched_blocks(held, chain),
-            prompt_tokens=prompt_tokens,
+            chain,
+            matched_blocks(held, chain.links),
             needs_sidecar=needs_sidecar,
-            refused={link.key for link in CHAIN if link.end in set(refused)},
+            refused={LONGEST.ending_at(end).key for end in refused},
         )
     )
 
@@ -71,7 +90,7 @@ def endpoints(
 
 
 ENDS = range(4, 25, 4)
-SOME_ENDS = st.sets(st.sampled_from(ENDS))
+SOME_ENDS = st.sets(st.integers(1, 30))
 
 
 @settings(deadline=None)
@@ -92,9 +111,7 @@ def test_candidates_are_those_of_an_oracle_that_tries_every_position(
     usable = [
         end
         for end in range(1, prompt_tokens)
-        if end % BLOCK_TOKENS == 0
-        and all(each in blocks - refused for each in ENDS if each <= end)
-        and end <= max(ENDS)
+        if all(each in blocks - refused for each in (end, *range(4, end, 4)))
         and (end in sidecars or not needs_sidecar)
     ]
 
@@ -114,6 +131,7 @@ def test_no_candidate_has_kv_deeper_than_its_state(
         assert each.sidecar is not None
         assert each.sidecar.end == each.blocks[-1].end == each.endpoint < prompt_tokens
         assert [block.start for block in each.blocks] == list(range(0, each.endpoint, BLOCK_TOKENS))
+        assert all(block.end - block.start == BLOCK_TOKENS for block in each.blocks[:-1])
 
 
 def test_the_longest_comes_first() -> None:
@@ -183,7 +201,7 @@ def test_a_block_of_another_length_under_this_key_ends_the_match() -> None:
 
 
 def test_a_match_tells_how_much_was_there_apart_from_what_can_be_resumed() -> None:
-    found = match(Held(ENDS, [8]), CHAIN, prompt_tokens=26, needs_sidecar=True)
+    found = match(Held(ENDS, [8]), chain_of(26), needs_sidecar=True)
 
     assert [block.end for block in found.blocks] == list(ENDS)
     assert found.candidate is not None
@@ -191,7 +209,49 @@ def test_a_match_tells_how_much_was_there_apart_from_what_can_be_resumed() -> No
 
 
 def test_without_a_candidate_a_match_still_tells_what_was_there() -> None:
-    found = match(Held([4, 8], []), CHAIN, prompt_tokens=26, needs_sidecar=True)
+    found = match(Held([4, 8], []), chain_of(26), needs_sidecar=True)
 
     assert found.candidate is None
     assert [block.end for block in found.blocks] == [4, 8]
+
+
+# Tails.
+
+
+def test_a_tail_is_deeper_than_the_block_above_it_and_less_deep_than_the_block_beside_it() -> None:
+    held = Held([4, 8, 12, 6, 10, 11], [8, 12, 6, 10, 11])
+
+    assert endpoints(held, 26) == [12, 11, 10, 8, 6]
+
+
+def test_a_tail_of_a_prompt_shorter_than_a_block_serves() -> None:
+    assert endpoints(Held([3], [3]), 30) == [3]
+    assert endpoints(Held([3], [3]), 4) == [3]
+    assert endpoints(Held([3], [3]), 3) == []
+
+
+def test_a_tail_of_other_token_ids_is_passed_over() -> None:
+    other = Chain(
+        [*range(5), 99], namespace=b"n" * 32, secret=b"s" * 32, block_tokens=BLOCK_TOKENS
+    ).ending_at(6)
+    held = Held([4], [4])
+    held.blocks[other.key] = located(Kind.BLOCK, other)
+    held.sidecars[other.key] = located(Kind.SIDECAR, other)
+
+    assert endpoints(held, 26) == [4]
+
+
+def test_the_deepest_block_of_a_match_may_be_the_candidates_tail() -> None:
+    found = match(Held([4, 6], [6]), chain_of(26), needs_sidecar=True)
+
+    assert [block.end for block in found.blocks] == [4]
+    assert found.deepest is not None and found.deepest.end == 6
+
+
+def test_tails_are_asked_for_only_as_far_back_as_the_endpoint() -> None:
+    """A prompt has thousands of blocks; a hit at its end must not ask below each of them."""
+    held = Held(ENDS, [24])
+
+    match(held, LONGEST, needs_sidecar=True)
+
+    assert held.asked == [CHAIN[-1].key]

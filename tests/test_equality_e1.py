@@ -23,11 +23,13 @@ from mlx_lm.utils import load_model
 from zoo import CONFIGS, DTYPES, token_ids
 
 import walkback
-import walkback.integration.binding as binding_module
-import walkback.restore.walkback as walkback_module
+import walkback.integration.restoration as restoration_module
+import walkback.restore.choosing as choosing_module
 from walkback.integration.leaves import walk_leaves
 from walkback.integration.tiny import write_tiny_model
+from walkback.restore.identity import Chain
 from walkback.restore.materialise import MutableAssembly
+from walkback.restore.walkback import MutableResumption
 from walkback.tools.oracle import FirstLogits
 
 ROOT = Path(__file__).parent.parent
@@ -276,14 +278,25 @@ def test_a_prompt_that_differs_late_has_other_logits(name: str, outcomes: Outcom
 
 def restore_one_checkpoint_too_early(patch: pytest.MonkeyPatch) -> None:
     """The cache stands at the first checkpoint, and the restore says the second."""
-    real: Any = binding_module.resume
+    begin: Any = MutableResumption.__init__
+    real: Any = MutableResumption.finish
 
-    def resume(store: Any, lookup: Any, **options: Any) -> Any:
-        outcome = real(store, dataclasses.replace(lookup, prompt_tokens=STRIDE + 1), **options)
+    def begin_shorter(self: Any, store: Any, lookup: Any, **options: Any) -> None:
+        chain = Chain(
+            PROMPT[: STRIDE + 1],
+            namespace=lookup.namespace,
+            secret=store.secret,
+            block_tokens=BLOCK_TOKENS,
+        )
+        begin(self, store, dataclasses.replace(lookup, chain=chain), **options)
+
+    def finish(self: Any, make: Any) -> Any:
+        outcome = real(self, make)
         assert outcome.endpoint == STRIDE
         return dataclasses.replace(outcome, endpoint=2 * STRIDE)
 
-    patch.setattr(binding_module, "resume", resume)
+    patch.setattr(MutableResumption, "__init__", begin_shorter)
+    patch.setattr(MutableResumption, "finish", finish)
 
 
 def shift_offsets_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -300,7 +313,7 @@ def shift_offsets_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_the_sidecar_of_another_boundary(patch: pytest.MonkeyPatch) -> None:
-    real: Any = walkback_module.match
+    real: Any = choosing_module.match
 
     def match(view: Any, chain: Any, **options: Any) -> Any:
         found = real(view, chain, **options)
@@ -310,7 +323,7 @@ def take_the_sidecar_of_another_boundary(patch: pytest.MonkeyPatch) -> None:
             found, candidate=dataclasses.replace(found.candidate, sidecar=other)
         )
 
-    patch.setattr(walkback_module, "match", match)
+    patch.setattr(choosing_module, "match", match)
 
 
 def swap_the_values_of_two_blocks(patch: pytest.MonkeyPatch) -> None:
@@ -330,12 +343,11 @@ def swap_the_values_of_two_blocks(patch: pytest.MonkeyPatch) -> None:
 
 def ignore_token_ids_in_keys(patch: pytest.MonkeyPatch) -> None:
     """Another prompt's KV and state stand under this prompt's keys."""
-    real: Any = binding_module.block_chain
 
-    def block_chain(token_ids: list[int], **options: Any) -> Any:
-        return real(PROMPT[: len(token_ids)], **options)
+    def chain(token_ids: list[int], **options: Any) -> Any:
+        return Chain(PROMPT[: len(token_ids)], **options)
 
-    patch.setattr(binding_module, "block_chain", block_chain)
+    patch.setattr(restoration_module, "Chain", chain)
 
 
 Mutant = Callable[[pytest.MonkeyPatch], None]

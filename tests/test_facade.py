@@ -32,9 +32,10 @@ from transformers import PreTrainedTokenizerFast
 from zoo import CONFIGS, VOCAB, build, token_ids
 
 import walkback
-from walkback.integration.binding import BoundModel, Restoration
+from walkback.integration.binding import BoundModel
 from walkback.integration.cache import Cache
 from walkback.integration.leaves import walk_leaves
+from walkback.integration.restoration import Restoration
 from walkback.integration.tiny import build_tiny_model, write_tiny_model
 from walkback.journal.events import Event, Missed, NotStored, Record
 from walkback.journal.words import Kind, MissReason, NotStoredReason
@@ -490,8 +491,8 @@ def test_a_recording_that_is_over_stores_nothing_and_says_so(
     assert payload_files(cache) == {}
 
 
-@pytest.mark.parametrize("position", [0, 10, BLOCK_TOKENS + 1, len(PROMPT)])
-def test_a_stop_that_is_not_on_the_grid_is_refused(
+@pytest.mark.parametrize("position", [0, len(PROMPT) + 1])
+def test_a_stop_at_which_no_prefix_of_the_prompt_ends_is_refused(
     position: int, cache: Cache, bound: BoundModel
 ) -> None:
     request = bound.restore(PROMPT)
@@ -661,7 +662,7 @@ def test_a_restore_that_fails_in_an_unforeseen_way_is_a_miss_in_the_journal(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("walkback.integration.binding.MutableAssembly", fail)
+    monkeypatch.setattr("walkback.integration.restoration.MutableAssembly", fail)
 
     found, tokens = run(bound, PROMPT)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from walkback.restore.identity import Namespace, block_chain, difference
+from walkback.restore.identity import Chain, Namespace, block_chain, difference
 from walkback.restore.layout import ArraysLeaf, KVLeaf, Layout, PerToken, Slot
 
 LAYOUT = Layout(
@@ -229,3 +229,67 @@ def test_keys_are_what_they_were_in_the_first_release() -> None:
         NAMESPACE.digest().hex()
         == "d44ccca96851ad66beab73a0271b2ce77cd535e1358bbdff431db272a7fb5b62"
     )
+
+
+# Tails, and prompts that grow.
+
+
+def chain_of(token_ids: list[int]) -> Chain:
+    return Chain(token_ids, namespace=b"n" * 32, secret=SECRET, block_tokens=4)
+
+
+def test_a_tail_is_a_short_block_below_the_last_full_one() -> None:
+    chain = chain_of(list(range(11)))
+
+    tail = chain.ending_at(10)
+
+    assert (tail.start, tail.end) == (8, 10)
+    assert tail.parent == chain.links[1].key == chain.ending_at(8).key == chain.tip
+    assert chain_of([7, 8, 9]).ending_at(3).parent == b"n" * 32
+
+
+def test_all_tails_and_blocks_of_a_prompt_have_different_keys() -> None:
+    chain = chain_of([0] * 32)
+
+    assert len({chain.ending_at(end).key for end in range(1, 33)}) == 32
+
+
+def test_a_tail_does_not_depend_on_what_comes_behind_it() -> None:
+    assert chain_of([*range(10), 5, 6]).ending_at(10) == chain_of([*range(10), 9]).ending_at(10)
+    assert chain_of([*range(9), 5]).ending_at(10) != chain_of([*range(9), 6]).ending_at(10)
+
+
+@pytest.mark.parametrize("end", [0, -1, 12])
+def test_where_a_prompt_does_not_reach_no_block_ends(end: int) -> None:
+    with pytest.raises(ValueError, match="no block of 11 tokens"):
+        chain_of(list(range(11))).ending_at(end)
+
+
+@pytest.mark.parametrize("cut", range(0, 14))
+def test_a_chain_that_grew_is_the_chain_of_the_longer_prompt(cut: int) -> None:
+    token_ids = list(range(13))
+    whole, grown = chain_of(token_ids), chain_of(token_ids[:cut]).longer(token_ids[cut:])
+
+    assert grown.links == whole.links
+    assert grown.token_count == 13
+    assert [grown.ending_at(end) for end in range(1, 14)] == [
+        whole.ending_at(end) for end in range(1, 14)
+    ]
+
+
+def test_the_full_blocks_between_two_positions_are_those_that_end_there() -> None:
+    chain = chain_of(list(range(20)))
+
+    ends = {
+        (start, end): [link.end for link in chain.between(start, end)]
+        for start, end in ((0, 8), (0, 9), (5, 8), (5, 7), (8, 12), (7, 19))
+    }
+
+    assert ends == {
+        (0, 8): [4, 8],
+        (0, 9): [4, 8],
+        (5, 8): [8],
+        (5, 7): [],
+        (8, 12): [12],
+        (7, 19): [8, 12, 16],
+    }

@@ -1,11 +1,21 @@
 """Where prefill stops, and what a plan is called."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from walkback.journal.errors import SettingsError
-from walkback.restore.plan import GRID_TOKENS, Grid, plan_after, plan_digests, plan_start
+from walkback.restore.plan import (
+    GRID_TOKENS,
+    Grid,
+    Plan,
+    plan_after,
+    plan_after_decoding,
+    plan_digests,
+    plan_start,
+)
 
 BLOCKS = st.integers(1, 64)
 
@@ -60,36 +70,12 @@ def test_the_stops_of_a_prompt_begin_with_those_of_any_shorter_one(grid: Grid, n
 
 
 @settings(deadline=None)
-@given(grid=grids(), position=st.integers(0, 500))
-def test_the_next_stop_is_the_first_beyond_a_position(grid: Grid, position: int) -> None:
-    found = grid.next_stop(position)
-
-    assert found > position
-    assert found % grid.checkpoint_tokens == 0
-    assert found - position <= grid.checkpoint_tokens
-
-
-@settings(deadline=None)
 @given(grid=grids(), position=st.integers(1, 500))
 def test_the_token_before_a_position_was_captured_at_its_stop(grid: Grid, position: int) -> None:
     stop = grid.stop_of(position)
 
     assert stop % grid.checkpoint_tokens == 0
     assert stop - grid.checkpoint_tokens < position <= stop
-
-
-@settings(deadline=None)
-@given(grid=grids(), first=st.integers(0, 4), strides=st.integers(1, 4))
-def test_ranges_are_full_blocks_that_cover_a_stretch_once(
-    grid: Grid, first: int, strides: int
-) -> None:
-    start = first * grid.block_tokens
-    stop = start + strides * grid.checkpoint_tokens
-
-    ranges = grid.ranges(start, stop)
-
-    assert [each for low, high in ranges for each in range(low, high)] == list(range(start, stop))
-    assert {high - low for low, high in ranges} == {grid.block_tokens}
 
 
 @pytest.mark.parametrize(
@@ -158,3 +144,120 @@ def test_a_plan_does_not_depend_on_how_kv_is_cut() -> None:
     one, other = (Grid(block_tokens=each, checkpoint_tokens=16) for each in (4, 16))
 
     assert list(plan_digests(one, 64)) == list(plan_digests(other, 64))
+
+
+# Stops off the grid.
+
+
+TURN_ENDS = st.lists(st.integers(-5, 400), max_size=12)
+
+
+@settings(deadline=None)
+@given(grid=grids(), n=st.integers(0, 400), turn_ends=TURN_ENDS)
+def test_stops_are_apart_and_each_is_of_the_grid_or_the_end_of_a_turn(
+    grid: Grid, n: int, turn_ends: list[int]
+) -> None:
+    stops = Plan(grid, n, turn_ends).stops
+
+    assert all(grid.is_on_grid(stop) or stop in turn_ends for stop in stops)
+    assert all(0 < stop < n for stop in stops)
+    pairs = zip((0, *stops), stops, strict=False)
+    assert all(after - before >= grid.distance for before, after in pairs)
+
+
+@settings(deadline=None)
+@given(grid=grids(), n=st.integers(0, 400), turn_ends=TURN_ENDS)
+def test_what_is_no_stop_is_close_behind_one(grid: Grid, n: int, turn_ends: list[int]) -> None:
+    stops = Plan(grid, n, turn_ends).stops
+
+    for each in (*grid.stops(n), *turn_ends):
+        if 0 < each < n:
+            before = max((stop for stop in stops if stop <= each), default=0)
+            assert each in stops or each - before < grid.distance
+
+
+@settings(deadline=None)
+@given(grid=grids(), n=st.integers(0, 400), turn_ends=TURN_ENDS, more=TURN_ENDS)
+def test_a_longer_prompt_with_the_same_beginning_has_the_same_stops_and_digests_there(
+    grid: Grid, n: int, turn_ends: list[int], more: list[int]
+) -> None:
+    shorter = Plan(grid, n, turn_ends)
+    longer = Plan(grid, 2 * n, [*[e for e in turn_ends if e < n], *[n + abs(e) for e in more]])
+
+    assert longer.stops[: len(shorter.stops)] == shorter.stops
+    assert all(longer.digest_of(each) == shorter.digest_of(each) for each in shorter.stops)
+
+
+def test_of_stops_that_are_close_the_earlier_wins() -> None:
+    grid = Grid(block_tokens=256, checkpoint_tokens=2048)
+
+    assert Plan(grid, 5000, [2030]).stops == (2030, 4096)
+    assert Plan(grid, 5000, [2100]).stops == (2048, 4096)
+    assert Plan(grid, 5000, [1984, 2112]).stops == (1984, 2048, 2112, 4096)
+    assert Plan(grid, 5000, [63, 64, 127, 128]).stops == (64, 128, 2048, 4096)
+
+
+def test_a_stride_smaller_than_the_distance_of_stops_keeps_all_its_stops() -> None:
+    assert Plan(Grid(block_tokens=16, checkpoint_tokens=32), 100).stops == (32, 64, 96)
+
+
+@pytest.mark.parametrize(
+    ("junction", "stops"),
+    [(3000, (2048, 3000, 4096)), (2100, (2048, 4096)), (4050, (2048, 4096)), (60, (2048, 4096))],
+)
+def test_a_junction_makes_way_for_the_stops_of_the_prompt(
+    junction: int, stops: tuple[int, ...]
+) -> None:
+    grid = Grid(junctions=True)
+
+    assert Plan(grid, 5000, junction=junction).stops == stops
+    assert Plan(Grid(), 5000, junction=junction).stops == (2048, 4096)
+
+
+@pytest.mark.parametrize(
+    ("most", "kept"),
+    [
+        (0, []),
+        (1, [100]),
+        (2, [100, 800]),
+        (3, [100, 700, 800]),
+        (8, [100, 200, 300, 400, 500, 600, 700, 800]),
+    ],
+)
+def test_the_state_of_the_first_turn_and_of_the_last_ones_is_kept(
+    most: int, kept: list[int]
+) -> None:
+    grid = Grid(block_tokens=64, checkpoint_tokens=4096, turn_checkpoints_max=most)
+    plan = Plan(grid, 5000, range(100, 801, 100))
+
+    assert [stop for stop in plan.stops if plan.keeps_state_at(stop)] == [*kept, 4096]
+    assert plan.stops == (*range(100, 801, 100), 4096)
+
+
+def test_a_block_is_of_the_plan_up_to_the_stop_that_captures_it() -> None:
+    grid = Grid(block_tokens=4, checkpoint_tokens=8, merge_tokens=2)
+    plan = Plan(grid, 20, [5])
+    start = plan_start(grid)
+    to_turn = plan_after(start, 5)
+
+    assert plan.stops == (5, 8, 16)
+    assert plan.digest_of(4) == plan.digest_of(5) == to_turn
+    assert plan.digest_of(8) == plan_after(to_turn, 8)
+    # As a longer prompt would go on.
+    assert plan.digest_of(20) == Plan(grid, 30, [5]).digest_of(20)
+    assert Plan(grid, 4).digest_of(3) == plan_after(start, 8)
+
+
+def test_decoded_tokens_are_of_no_prompts_plan() -> None:
+    start = plan_start(Grid())
+
+    assert plan_after_decoding(start, 100, 300) != plan_after(start, 300)
+    assert plan_after_decoding(start, 100, 300) != plan_after_decoding(start, 99, 300)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"merge_tokens": 0}, {"turn_checkpoints_max": -1}, {"merge_tokens": 1.5}]
+)
+def test_turn_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError):
+        Grid(**wrong)

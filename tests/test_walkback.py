@@ -33,10 +33,11 @@ from cache_maker import (
 from walkback.journal.errors import PayloadDamagedError
 from walkback.journal.events import Event, Missed, Record, Restored, Touched
 from walkback.journal.words import Cause, EvictReason, Kind, MissReason
-from walkback.restore.identity import Namespace, block_chain
+from walkback.restore.choosing import Lookup, NotResumed
+from walkback.restore.identity import Chain, Namespace
 from walkback.restore.layout import ArraysLeaf, KVLeaf, Layout, PerToken, Slot
-from walkback.restore.plan import Grid, plan_digests
-from walkback.restore.walkback import Lookup, NotResumed, Resumed, resume
+from walkback.restore.plan import Grid, Plan, plan_digests
+from walkback.restore.walkback import Resumed, resume
 from walkback.store.audit import Audit
 from walkback.store.boundary import Boundary, Claim, Part
 from walkback.store.core import Mode
@@ -80,14 +81,13 @@ def lookup_of(
         namespace=namespace.digest(),
         fields=namespace.fields(secret=bytes(32)),
         layout=namespace.layout,
-        grid=GRID,
-        chain=block_chain(
+        chain=Chain(
             prompt,
             namespace=namespace.digest(),
             secret=store.secret,
             block_tokens=GRID.block_tokens,
         ),
-        prompt_tokens=len(prompt),
+        plan=Plan(GRID, len(prompt)),
     )
 
 
@@ -99,7 +99,9 @@ def content(kind: Kind, key: bytes, spec: TensorSpec) -> bytes:
 def boundary_at(lookup: Lookup, stop: int, *, plan_digest: bytes | None = None) -> Boundary:
     """What the stop of a prompt stores: the blocks of its stride and its sidecar."""
     layout = lookup.layout
-    links = [link for link in lookup.chain if stop - GRID.checkpoint_tokens < link.end <= stop]
+    links = [
+        link for link in lookup.chain.links if stop - GRID.checkpoint_tokens < link.end <= stop
+    ]
     parts = [
         Part(
             kind=Kind.BLOCK,
@@ -219,7 +221,7 @@ def missed(store: MutableStore, lookup: Lookup) -> NotResumed:
 def assert_is_sound(found: Resumed[Assembly], lookup: Lookup) -> None:
     """What was restored is what was stored, whole: every block and slot up to the endpoint."""
     layout, made = lookup.layout, found.made
-    links = [link for link in lookup.chain if link.end <= found.endpoint]
+    links = [link for link in lookup.chain.links if link.end <= found.endpoint]
     blocks = {
         (spec.name, link.start, link.end): content(Kind.BLOCK, link.key, spec)
         for link in links
@@ -232,7 +234,7 @@ def assert_is_sound(found: Resumed[Assembly], lookup: Lookup) -> None:
 
 
 def key_at(lookup: Lookup, end: int) -> bytes:
-    return next(link.key for link in lookup.chain if link.end == end)
+    return next(link.key for link in lookup.chain.links if link.end == end)
 
 
 def path_at(store: MutableStore, lookup: Lookup, kind: Kind, end: int) -> Path:
@@ -839,7 +841,11 @@ def test_a_hit_touches_its_endpoint_only_and_says_how_deep_it_was(
     events = events_of(caches.root)
     [event] = [each for each in events if isinstance(each, Restored)]
     assert (event.endpoint_tokens, event.prompt_tokens, event.walkbacks) == (16, 26, 1)
-    assert (event.endpoint, event.block_count, event.tip) == (found.sequence, 6, lookup.tip[:8])
+    assert (event.endpoint, event.block_count, event.tip) == (
+        found.sequence,
+        6,
+        lookup.chain.tip[:8],
+    )
     [touched] = [each for each in events if isinstance(each, Touched)]
     assert touched.keys == (key_at(lookup, 16),)
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..integration.binding import BoundModel, Restoration
+from ..integration.binding import BoundModel
 from ..integration.cache import Cache, open_cache
+from ..integration.restoration import Restoration
 from ..store.settings import GIB
 from .oracle import FirstLogits
 

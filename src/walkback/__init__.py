@@ -7,10 +7,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .integration.binding import BoundModel, Restoration
+    from .integration.binding import BoundModel
     from .integration.cache import Cache, open_cache
     from .integration.generation import generate_step, stream_generate
     from .integration.recording import MutableRecording
+    from .integration.restoration import PendingRestore, Restoration
     from .journal.errors import (
         CacheClosedError,
         CacheLockedError,
@@ -35,7 +36,8 @@ _HOMES = {
     "NotRecordedError": "journal.errors",
     "NotStored": "store.boundary",
     "NotStoredReason": "journal.words",
-    "Restoration": "integration.binding",
+    "PendingRestore": "integration.restoration",
+    "Restoration": "integration.restoration",
     "RootRefusedError": "journal.errors",
     "SettingsError": "journal.errors",
     "Statistics": "store.statistics",
@@ -56,6 +58,7 @@ __all__ = [
     "NotRecordedError",
     "NotStored",
     "NotStoredReason",
+    "PendingRestore",
     "Restoration",
     "RootRefusedError",
     "SettingsError",

@@ -1,0 +1,289 @@
+"""A restore under way, and what it gives: read on a thread of its own, made on its caller's."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import TimeoutError as NotYetError
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..journal.errors import CacheClosedError
+from ..journal.events import Missed
+from ..journal.words import MissReason
+from ..restore.choosing import Lookup, NotResumed, StoredPrefix, stored_prefix
+from ..restore.identity import Chain
+from ..restore.layout import Layout
+from ..restore.materialise import MutableAssembly
+from ..restore.plan import Grid, Plan, plan_after, plan_of_unknown_stops, plan_start
+from ..restore.walkback import MutableResumption, Resumed
+from ..store.store import MutableStore
+from .recording import MutableRecording, Recorded
+
+log = logging.getLogger("walkback")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restoration:
+    """What a prompt resumes from. ``cache`` stands at ``endpoint``; it is fresh if that is 0.
+
+    ``cache`` belongs to the caller. ``uncached`` token ids are left to prefill, at least one;
+    prefill is to pause at ``stops`` and tell ``recording``.
+    """
+
+    cache: list[Any]
+    endpoint: int
+    uncached: int
+    stops: tuple[int, ...]
+    # Why there is nothing to resume from, and in words; None and "" after a restore.
+    reason: MissReason | None
+    detail: str
+    sidecars: int
+    walkbacks: int
+    mixed_plan: bool
+    header_seconds: float
+    bytes_seconds: float
+    recording: MutableRecording
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """What a restore needs to know of the model that it is for."""
+
+    make_cache: Callable[[], list[Any]]
+    store: MutableStore
+    grid: Grid
+    # None if the model's cache has leaves that are not stored; ``unsupported`` says which.
+    layout: Layout | None
+    unsupported: str
+    namespace: bytes
+    fields: tuple[tuple[str, str], ...]
+    producer: str
+
+
+class _Made(NamedTuple):
+    """A restored cache, and the block keys that are held for its recording."""
+
+    cache: list[Any]
+    held: tuple[bytes, ...]
+
+
+class PendingRestore:
+    """A restore that reads while its caller does something else.
+
+    ``is_ready`` and ``cancel`` may be asked on any thread. ``finish`` belongs to the thread that
+    owns the model's arrays, and comes once; a restore that is not finished must be cancelled.
+    Nothing that the disk holds or does raises here.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        chain: Chain,
+        *,
+        turn_ends: Iterable[int],
+        request: int,
+        headroom_tokens: int,
+        beyond: int,
+        readers: Executor | None,
+    ) -> None:
+        """Begin. Without ``readers`` it is ``finish`` that reads, on its own thread."""
+        self._binding = binding
+        self._chain = chain
+        self._turn_ends = tuple(turn_ends)
+        self._request = request
+        self._resumption: MutableResumption[MutableAssembly] | None = None
+        self._reading: Future[None] | None = None
+        layout = binding.layout
+        if layout is None:
+            return
+        capacity_tokens = chain.token_count + headroom_tokens
+        self._resumption = MutableResumption(
+            binding.store,
+            Lookup(
+                request=request,
+                namespace=binding.namespace,
+                fields=binding.fields,
+                layout=layout,
+                chain=chain,
+                plan=Plan(binding.grid, chain.token_count, self._turn_ends),
+                beyond=beyond,
+            ),
+            make_assembly=lambda endpoint: MutableAssembly(
+                layout, endpoint=endpoint, capacity_tokens=capacity_tokens
+            ),
+        )
+        if readers is not None:
+            try:
+                self._reading = readers.submit(self._resumption.read)
+            except RuntimeError as error:
+                log.debug("no reader takes a restore any more: %s", error)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``finish`` would wait for no disk."""
+        return self._resumption is None or (self._reading is not None and self._reading.done())
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until it is ready; whether it is."""
+        if self._reading is not None and not self._reading.done():
+            with contextlib.suppress(NotYetError, CancelledError):
+                self._reading.exception(timeout_seconds)
+        return self.is_ready
+
+    def cancel(self) -> None:
+        """Give it up: what is leased is let go of, now or when a reader has come that far."""
+        if self._resumption is not None:
+            self._resumption.cancel()
+
+    def finish(self) -> Restoration:
+        """Cache objects at the endpoint, or fresh ones and the reason; waits for its readers."""
+        outcome = self._outcome()
+        resumed = outcome if isinstance(outcome, Resumed) else None
+        endpoint = 0 if resumed is None else resumed.endpoint
+        plan = Plan(
+            self._binding.grid,
+            self._chain.token_count,
+            self._turn_ends,
+            junction=outcome.junction,
+        )
+        return Restoration(
+            cache=self._binding.make_cache() if resumed is None else resumed.made.cache,
+            endpoint=endpoint,
+            uncached=self._chain.token_count - endpoint,
+            stops=plan.stops_after(endpoint),
+            reason=None if isinstance(outcome, Resumed) else outcome.reason,
+            detail="" if isinstance(outcome, Resumed) else outcome.detail,
+            sidecars=0 if resumed is None else resumed.sidecars,
+            walkbacks=outcome.walkbacks,
+            mixed_plan=resumed is not None and resumed.mixed_plan,
+            header_seconds=0.0 if resumed is None else resumed.header_seconds,
+            bytes_seconds=0.0 if resumed is None else resumed.bytes_seconds,
+            recording=self._recording(
+                plan,
+                endpoint=endpoint,
+                plan_digest=_plan_digest(self._binding.grid, resumed),
+                restored_from=None if resumed is None else resumed.sequence or None,
+                held=() if resumed is None else resumed.made.held,
+            ),
+        )
+
+    def adopt(self, cache: list[Any], endpoint: int) -> Restoration:
+        """Go on with a cache of the caller's own that stands at ``endpoint``; nothing is read.
+
+        Instead of ``finish``. What is missing on disk of the prefix is stored with the next stop.
+        """
+        self.cancel()
+        plan = Plan(self._binding.grid, self._chain.token_count, self._turn_ends)
+        prefix = self._stored(endpoint)
+        return Restoration(
+            cache=cache,
+            endpoint=endpoint,
+            uncached=self._chain.token_count - endpoint,
+            stops=plan.stops_after(endpoint),
+            reason=None,
+            detail="",
+            sidecars=0,
+            walkbacks=0,
+            mixed_plan=prefix.plan_digest != plan.digest_of(endpoint),
+            header_seconds=0.0,
+            bytes_seconds=0.0,
+            recording=self._recording(
+                plan,
+                endpoint=prefix.end,
+                plan_digest=prefix.plan_digest or plan_of_unknown_stops(endpoint),
+                restored_from=prefix.sequence,
+                held=prefix.held,
+            ),
+        )
+
+    def _stored(self, endpoint: int) -> StoredPrefix:
+        try:
+            return stored_prefix(self._binding.store, self._chain, endpoint)
+        except CacheClosedError:
+            return StoredPrefix(end=0, plan_digest=None, sequence=None, held=())
+
+    def _outcome(self) -> Resumed[_Made] | NotResumed:
+        if self._resumption is None:
+            return self._failed(self._binding.unsupported, MissReason.UNSUPPORTED_LAYOUT)
+        try:
+            if self._reading is not None and not self._reading.cancelled():
+                self._reading.result()
+            return self._resumption.finish(self._make)
+        except Exception as error:
+            # The one place that catches broadly: whatever went wrong, the request prefills.
+            log.exception("a restore failed; the prompt is prefilled from its start")
+            self._resumption.cancel()
+            return self._failed(f"{type(error).__name__}: {error}", MissReason.FAILED)
+
+    def _make(self, assembly: MutableAssembly) -> _Made:
+        assembly.hand_over()
+        cache = assembly.finish(self._binding.make_cache)
+        # While the lease still stands: what the recording continues must not go in between.
+        held = (self._chain.ending_at(assembly.endpoint).key,)
+        self._binding.store.hold(held)
+        return _Made(cache, held)
+
+    def _recording(
+        self,
+        plan: Plan,
+        *,
+        endpoint: int,
+        plan_digest: bytes,
+        restored_from: int | None,
+        held: tuple[bytes, ...],
+    ) -> MutableRecording:
+        binding = self._binding
+        return MutableRecording(
+            Recorded(
+                store=binding.store,
+                namespace=binding.namespace,
+                layout=binding.layout,
+                unsupported=binding.unsupported,
+                plan=plan,
+                producer=binding.producer,
+                request=self._request,
+                chain=self._chain,
+                endpoint=endpoint,
+                plan_digest=plan_digest,
+                restored_from=restored_from,
+                held=held,
+            )
+        )
+
+    def _failed(self, detail: str, reason: MissReason) -> NotResumed:
+        """A miss that no entry is to blame for; the journal is told as of any other."""
+        chain = self._chain
+        self._binding.store.note_missed(
+            Missed(
+                request=self._request,
+                tip=chain.tip[:8],
+                block_count=len(chain.links),
+                prompt_tokens=chain.token_count,
+                walkbacks=0,
+                reason=reason,
+                detail=detail[:200],
+            )
+        )
+        return NotResumed(reason=reason, detail=detail)
+
+
+def chain_of(binding: Binding, token_ids: Sequence[int]) -> Chain:
+    """The blocks of a prompt with their keys in this cache."""
+    return Chain(
+        token_ids,
+        namespace=binding.namespace,
+        secret=binding.store.secret,
+        block_tokens=binding.grid.block_tokens,
+    )
+
+
+def _plan_digest(grid: Grid, resumed: Resumed[_Made] | None) -> bytes:
+    """The digest of the plan that the rest of the prompt continues."""
+    if resumed is None:
+        return plan_start(grid)
+    if resumed.is_at_its_stop:
+        return resumed.plan_digest
+    # Cut before the stop at which it was captured: from here on the chunks are not those of the
+    # stored plan.
+    return plan_after(resumed.plan_digest, resumed.endpoint)
