@@ -107,3 +107,5 @@ class NotStoredReason(enum.StrEnum):
     CLOSED = "closed"
     ABORTED = "aborted"
     FAILED = "failed"
+    DRAFT_MODEL = "draft_model"
+    DISTRIBUTED = "distributed"

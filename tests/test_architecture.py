@@ -26,7 +26,13 @@ LAYERS: dict[str, set[str]] = {
 }
 
 # The commands that run a model. The other tools work where no mlx is installed.
-RUNS_A_MODEL = {"tools/demo.py", "tools/demo_run.py", "tools/demo_worker.py", "tools/oracle.py"}
+RUNS_A_MODEL = {
+    "tools/demo.py",
+    "tools/demo_run.py",
+    "tools/demo_worker.py",
+    "tools/oracle.py",
+    "tools/serve.py",
+}
 MLX = {"mlx", "mlx_lm"}
 
 # Modules that decide and never act: no disk, no clock, no thread, no randomness, no mlx.
@@ -84,8 +90,12 @@ TYPES_ONLY = {
 # Where a broad except may end: the edge to a caller whose request must go on, the two threads whose
 # death nobody would see, and the edge of the process.
 MAY_CATCH_ANYTHING = {
-    "integration/recording.py",
     "integration/restoration.py",
+    "integration/recording.py",
+    "integration/serving/batching.py",
+    "integration/serving/requests.py",
+    "integration/serving/session.py",
+    "integration/serving/tiers.py",
     "store/committer.py",
     "store/deletion.py",
     "store/ordering.py",
@@ -107,15 +117,21 @@ def name_of(path: Path) -> str:
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """Every import of a file as (level, dotted name), with each name that it takes.
 
-    Level 1 is ``from .x``, inside a folder; level 2 is ``from ..x``, another folder.
+    Level 1 is ``from .x``, inside a root folder; level 2 is ``from ..x``, another one. A folder in
+    a folder counts from there: its own modules are ``serving.x``.
     """
+    inner = path.parent.relative_to(ROOT).parts[1:]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield 0, alias.name
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                yield node.level, f"{node.module}.{alias.name}" if node.module else alias.name
+                name = f"{node.module}.{alias.name}" if node.module else alias.name
+                if not node.level or node.level > len(inner) + 1:
+                    yield max(node.level - len(inner), 0), name
+                else:
+                    yield 1, ".".join([*inner[: len(inner) + 1 - node.level], name])
 
 
 def absolute(path: Path) -> set[str]:
@@ -126,9 +142,12 @@ def inside(path: Path) -> set[str]:
     """The files of the package that a file imports."""
     found: set[str] = set()
     for level, name in imports(path):
-        parts = name.split(".") if level != 1 else [path.parent.name, *name.split(".")]
-        if level and (ROOT / parts[0] / f"{parts[1]}.py").exists():
-            found.add(f"{parts[0]}/{parts[1]}.py")
+        root = [path.relative_to(ROOT).parts[0]] if level == 1 else []
+        parts = [*root, *name.split(".")]
+        for length in range(2, len(parts) + 1 if level else 0):
+            file = f"{'/'.join(parts[:length])}.py"
+            if (ROOT / file).exists():
+                found.add(file)
     return found
 
 
@@ -142,6 +161,11 @@ def test_the_walk_sees_the_imports_that_it_is_to_judge() -> None:
     assert "mlx" in absolute(ROOT / "restore/materialise.py")
     assert {"journal/events.py", "store/store.py"} <= inside(ROOT / "restore/walkback.py")
     assert "integration/cache.py" in inside(ROOT / "tools/demo.py")
+    assert {
+        "integration/binding.py",
+        "integration/serving/turns.py",
+        "store/boundary.py",
+    } <= inside(ROOT / "integration/serving/session.py")
 
 
 @pytest.mark.parametrize("source", SOURCES)

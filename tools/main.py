@@ -1,4 +1,4 @@
-"""The command line: ``walkback check``, ``log``, ``stats`` and ``demo``."""
+"""The command line: ``walkback check``, ``log``, ``stats``, ``demo`` and ``serve``."""
 
 import importlib
 from collections.abc import Callable
@@ -60,6 +60,23 @@ def _demo(context: typer.Context) -> None:  # pyright: ignore[reportUnusedFuncti
     inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     inner.command()(demo)
     inner(args=context.args, prog_name=context.command_path)
+
+
+@app.command(
+    name="serve",
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def _serve(context: typer.Context) -> None:  # pyright: ignore[reportUnusedFunction]
+    """Serve a model as mlx_lm.server does, over a cache. Needs mlx."""
+    try:
+        serve: Callable[[typer.Context], None] = importlib.import_module(
+            ".serve", __package__
+        ).serve
+    except ImportError as error:
+        print_error(f"the server cannot run here: {error}")
+        raise typer.Exit(COULD_NOT_LOOK) from None
+    serve(context)
 
 
 def main() -> None:

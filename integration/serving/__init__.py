@@ -1,0 +1,1 @@
+"""mlx-lm's server over a cache: its prompt cache, batches and requests joined to walkback."""

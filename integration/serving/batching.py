@@ -1,0 +1,180 @@
+"""mlx-lm's batch generator, made to pause at the stops of each row's plan and to record them."""
+
+# mlx-lm has no types of its own.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+# pyright: reportPrivateUsage=false
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from mlx_lm.generate import BatchGenerator
+
+from ..recording import MutableRecording
+from .rows import adopted, can_be_adopted, row_of, unpadded
+from .session import MutableSession
+
+log = logging.getLogger("walkback")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    """One request in the batch. Positions count from the start of its prompt."""
+
+    recording: MutableRecording | None
+    # Where the generator's own progress begins to count.
+    endpoint: int
+    stops: frozenset[int]
+    # The ends of segments that the server asked for; all others are ours, and hidden from it.
+    segment_ends: frozenset[int]
+    # How many token ids the recording knows.
+    known_tokens: int
+
+
+class RecordingBatchGenerator(BatchGenerator):
+    """Every row pauses at its stops, which are stored, and so are its answer's end and grid stops.
+
+    One owner: the generation thread. Recording never raises; without a recording a row goes as
+    upstream's do.
+    """
+
+    def __init__(self, session: MutableSession, model: Any, **options: Any) -> None:
+        self._session = session
+        self._rows: dict[int, _Row] = {}
+        bound_to = session.bound_to
+        if bound_to is not None:
+            options["prefill_step_size"] = bound_to.bound.grid.checkpoint_tokens
+            layout = bound_to.bound.layout
+            has_point_state = layout is None or layout.has_point_state
+            if has_point_state and not session.options.unsafe_batching:
+                # Rows of unlike lengths are padded, and several architectures let the padding into
+                # their state: harmless while it is forgotten, permanent once it is stored.
+                options["prefill_batch_size"] = 1
+        super().__init__(model, **options)
+
+    def insert_segments(
+        self,
+        segments: list[list[list[int]]],
+        max_tokens: list[int] | None = None,
+        caches: list[Any] | None = None,
+        all_tokens: list[list[int]] | None = None,
+        *rest: Any,
+        **options: Any,
+    ) -> list[int]:
+        """As upstream's, cut once more at the stops of the request that is being served."""
+        rows: list[_Row | None] = [None] * len(segments)
+        prepared = self._session.take()
+        if prepared is not None and prepared.restoration is not None and len(segments) == 1:
+            row = _row_of(segments[0], prepared.restoration, prepared.token_ids)
+            rows, segments = [row], [_cut(segments[0], row)]
+        uids: list[int] = super().insert_segments(
+            segments, max_tokens, caches, all_tokens, *rest, **options
+        )
+        self._rows.update({uid: row for uid, row in zip(uids, rows, strict=True) if row})
+        return uids
+
+    def remove(self, uids: list[int], return_prompt_caches: bool = False) -> Any:
+        for uid in uids:
+            self._forget(uid)
+        return super().remove(uids, return_prompt_caches)
+
+    def close(self) -> None:
+        # Upstream calls it from its destructor too, even if its constructor failed.
+        for uid in list(getattr(self, "_rows", ())):
+            self._forget(uid)
+        super().close()
+
+    def _forget(self, uid: int) -> None:
+        row = self._rows.pop(uid, None)
+        if row is not None and row.recording is not None:
+            row.recording.finish()
+
+    def _make_batch(self, n: int) -> Any:
+        """As upstream's; a single restored row keeps its buffers, and with them its headroom.
+
+        A row from its start goes without a mask, as restored ones do: kernels are chosen by it.
+        """
+        caches = self._unprocessed_sequences[0][3]
+        if n != 1 or not can_be_adopted(caches):
+            batch = super()._make_batch(n)
+            unpadded(batch.prompt_cache)
+            return batch
+        sequence = self._unprocessed_sequences[0]
+        self._unprocessed_sequences[0] = (*sequence[:3], [], *sequence[4:])
+        batch = super()._make_batch(1)
+        batch.prompt_cache = adopted(caches)
+        return batch
+
+    def _next(self) -> tuple[list[Any], list[Any]]:
+        prompted, generated = super()._next()
+        for response in prompted:
+            if not response.end_of_prompt and (row := self._rows.get(response.uid)):
+                self._after_prompt(response, row)
+        for response in generated:
+            if row := self._rows.get(response.uid):
+                self._after_token(response, row)
+        return prompted, generated
+
+    def _after_prompt(self, response: Any, row: _Row) -> None:
+        position = row.endpoint + response.progress[0]
+        if position not in row.segment_ends:
+            # The server keeps a copy in RAM at each end that it sees.
+            response.end_of_segment = False
+        if position in row.stops:
+            batch = self._prompt_batch
+            self._stop(row, position, batch.prompt_cache, batch.uids.index(response.uid))
+
+    def _after_token(self, response: Any, row: _Row) -> None:
+        if row.recording is None:
+            return
+        if response.finish_reason is not None:
+            self._decoded(row, response.all_tokens)
+            self._stop(row, len(response.all_tokens), response.prompt_cache, None)
+            self._forget(response.uid)
+            return
+        batch = self._generation_batch
+        index = batch.uids.index(response.uid)
+        token_ids = batch.tokens[index]
+        bound_to = self._session.bound_to
+        if bound_to is not None and bound_to.bound.grid.is_on_grid(len(token_ids)):
+            self._decoded(row, token_ids)
+            self._stop(row, len(token_ids), batch.prompt_cache, index)
+
+    def _decoded(self, row: _Row, token_ids: Sequence[int]) -> None:
+        assert row.recording is not None
+        row.recording.extend(token_ids[row.known_tokens :])
+        row.known_tokens = len(token_ids)
+
+    def _stop(self, row: _Row, position: int, caches: Any, index: int | None) -> None:
+        """Record a stop of one row of a batch, or of a cache of its own."""
+        if row.recording is None or self._session.options.read_only:
+            return
+        try:
+            row.recording.stop(position, caches if index is None else row_of(caches, index))
+        except Exception:
+            log.exception("a stop was not recorded")
+
+
+def _row_of(segments: list[list[int]], restoration: Any, token_ids: list[int]) -> _Row:
+    # As upstream: the last token is a segment of its own.
+    lengths = [len(segment) for segment in segments if segment]
+    lengths[-1:] = [lengths[-1] - 1, 1] if lengths[-1] > 1 else [1]
+    ends = accumulate(lengths, initial=restoration.endpoint)
+    return _Row(
+        recording=restoration.recording,
+        endpoint=restoration.endpoint,
+        stops=frozenset(restoration.stops),
+        segment_ends=frozenset(ends),
+        known_tokens=len(token_ids),
+    )
+
+
+def _cut(segments: list[list[int]], row: _Row) -> list[list[int]]:
+    """The same token ids, in segments that also end at the row's stops."""
+    token_ids = [each for segment in segments for each in segment]
+    ends = {end - row.endpoint for end in (*row.stops, *row.segment_ends)} | {len(token_ids)}
+    cuts = sorted(end for end in ends if 0 <= end <= len(token_ids))
+    return [token_ids[start:end] for start, end in pairwise(cuts)]

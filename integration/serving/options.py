@@ -1,0 +1,112 @@
+"""The options of ``walkback serve``: ours, from flags and the environment; others are mlx-lm's."""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...journal.errors import SettingsError
+from ...store.settings import GIB
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+ENVIRONMENT_PREFIX = "WALKBACK_"
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("", "0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What a server does with its cache. Sizes are in bytes; None leaves a choice to the cache."""
+
+    cache_dir: Path
+    ssd_max: int | None = None
+    hot_max: int | None = None
+    pending_max: int | None = None
+    disk_floor: int = 10 * GIB
+    block_tokens: int = 256
+    checkpoint_tokens: int = 2048
+    salt: str = ""
+    read_only: bool = False
+    unsafe_batching: bool = False
+    off: bool = False
+
+
+def parse_options(
+    arguments: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> tuple[ServeOptions, list[str]]:
+    """Our options, and the arguments that are left for mlx-lm's server.
+
+    A flag wins over its environment variable. mlx-lm's prefill step is made our stride, since
+    prefill stops at checkpoints. SettingsError when the two were asked to differ.
+    """
+    parser = make_parser(environment)
+    found, rest = parser.parse_known_args(list(arguments))
+    checkpoint_tokens: int = found.checkpoint_tokens or found.prefill_step_size or 2048
+    if found.prefill_step_size not in (None, checkpoint_tokens):
+        raise SettingsError(
+            f"--prefill-step-size is {found.prefill_step_size} and --checkpoint-tokens "
+            f"{checkpoint_tokens}: prefill stops at checkpoints, so give one of them"
+        )
+    options = ServeOptions(
+        cache_dir=found.cache_dir,
+        ssd_max=found.ssd_max,
+        hot_max=found.hot_max,
+        pending_max=found.pending_max,
+        disk_floor=found.disk_floor,
+        block_tokens=found.block_tokens,
+        checkpoint_tokens=checkpoint_tokens,
+        salt=found.salt,
+        read_only=found.read_only,
+        unsafe_batching=found.unsafe_batching,
+        off=found.off,
+    )
+    return options, [*rest, "--prefill-step-size", str(checkpoint_tokens)]
+
+
+def make_parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
+    """The parser of our flags, with defaults from the environment."""
+    parser = argparse.ArgumentParser(prog="walkback serve", add_help=False, allow_abbrev=False)
+    own = parser.add_argument_group("walkback")
+
+    def add(flag: str, words: str, **options: object) -> None:
+        name = ENVIRONMENT_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+        if options.get("action") == "store_true":
+            options["default"] = _switch(name, environment.get(name, ""))
+        elif name in environment:
+            # argparse converts a default that is text as it does an argument.
+            options["default"] = environment[name]
+        own.add_argument(flag, help=f"{words} ({name})", **options)  # pyright: ignore[reportArgumentType]
+
+    add("--cache-dir", "where the cache is, or is made", type=Path, default=Path("~/.walkback"))
+    add("--ssd-max", "what it may take of the disk, as 128G", type=parse_size, default=None)
+    add("--hot-max", "what caches in RAM may take", type=parse_size, default=None)
+    add("--pending-max", "memory that may wait for the disk", type=parse_size, default=None)
+    add("--disk-floor", "what the volume keeps free", type=parse_size, default=10 * GIB)
+    add("--block-tokens", "KV is cut in blocks of so many tokens", type=int, default=256)
+    add("--checkpoint-tokens", "state is kept every so many tokens", type=int, default=None)
+    add("--salt", "keeps tenants apart", default="")
+    add("--read-only", "restore, and store nothing", action="store_true")
+    add("--unsafe-batching", "prefill prompts of unlike length together", action="store_true")
+    add("--off", "serve as mlx-lm does", action="store_true")
+    parser.add_argument("--prefill-step-size", type=int, default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``128G``, ``1.5GiB``, ``512mb`` or ``1024``; units are powers of 1024."""
+    unit = text.strip().upper().removesuffix("B").removesuffix("I")
+    number = unit.rstrip("KMGT")
+    try:
+        nbytes = int(float(number) * _UNITS[unit[len(number) :]])
+    except (KeyError, ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 128G or 512MB") from None
+    if nbytes < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than nothing")
+    return nbytes
+
+
+def _switch(name: str, text: str) -> bool:
+    if text.lower() not in _TRUE + _FALSE:
+        raise SettingsError(f"{name} is {text!r}; it must be 1 or 0")
+    return text.lower() in _TRUE

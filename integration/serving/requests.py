@@ -1,0 +1,136 @@
+"""mlx-lm's request queue, with each request tokenised and its prefix read before it joins.
+
+Both happen on the thread of the HTTP request, so that the generation thread, which decodes for all
+others meanwhile, waits neither for a tokenizer nor for a disk.
+"""
+
+# mlx-lm has no types of its own.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+# pyright: reportPrivateUsage=false
+
+import copy
+import logging
+from itertools import pairwise
+from typing import Any
+
+from mlx_lm.server import ResponseGenerator
+
+from ...restore.plan import Plan
+from .session import BoundTo, MutableSession, Prepared
+from .tiers import TieredPromptCache
+from .turns import turn_ends
+
+log = logging.getLogger("walkback")
+
+# A disk that hangs must not hang its request for ever: after this it joins, and the generation
+# thread waits for what is left.
+READ_AHEAD_SECONDS_MAX = 120.0
+
+_ATTRIBUTE = "_walkback_prepared"
+
+
+class PreparingResponseGenerator(ResponseGenerator):
+    """``generate`` belongs to the threads of requests, everything else to the generation thread."""
+
+    def __init__(
+        self, session: MutableSession, model_provider: Any, prompt_cache: TieredPromptCache
+    ) -> None:
+        self._session = session
+        self._tiers = prompt_cache
+        super().__init__(model_provider, prompt_cache)
+
+    def generate(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Any:
+        try:
+            self._prepare_ahead(request, generation_args)
+        except Exception:
+            # The generation thread does it again, and tells the client what is wrong.
+            log.debug("a request was not prepared ahead", exc_info=True)
+        return super().generate(request, generation_args, progress_callback)
+
+    def _prepare_ahead(self, request: Any, args: Any) -> None:
+        provider = self.model_provider
+        bound_to = self._session.bound_for(_key_of(provider, args.model))
+        if bound_to is None:
+            return
+        prepared = self._prepare(bound_to, request, args)
+        if prepared is None:
+            return
+        setattr(request, _ATTRIBUTE, prepared)
+        if prepared.pending is not None:
+            prepared.pending.wait(READ_AHEAD_SECONDS_MAX)
+
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        """As upstream's, with the segments of our plan; what was prepared ahead is taken."""
+        self._session.put(None)
+        prepared: Prepared | None = getattr(request, _ATTRIBUTE, None)
+        bound_to = self._session.bound_for(self.model_provider.model_key)
+        if prepared is not None and (bound_to is None or prepared.model_key != bound_to.model_key):
+            # Another model was loaded meanwhile.
+            prepared.cancel()
+            prepared = None
+        if prepared is None and bound_to is not None:
+            try:
+                prepared = self._prepare(bound_to, request, args)
+            except Exception:
+                log.debug("a request was not prepared", exc_info=True)
+        if prepared is None:
+            return super()._tokenize(tokenizer, request, args)
+        self._session.put(prepared)
+        return (
+            prepared.token_ids,
+            prepared.segments,
+            prepared.segment_types,
+            prepared.initial_state,
+            None,
+        )
+
+    def _prepare(self, bound_to: BoundTo, request: Any, args: Any) -> Prepared | None:
+        """Tokenise a copy of a request and begin to read its prefix; None if it has images."""
+        # The server's tokenising changes messages in place.
+        token_ids, _, _, initial_state, vision = super()._tokenize(
+            bound_to.tokenizer, copy.deepcopy(request), args
+        )
+        if vision is not None or not token_ids:
+            return None
+        bound = bound_to.bound
+        ends = turn_ends(token_ids, bound_to.closing, distance=bound.grid.merge_tokens)
+        segments, types = _segments(token_ids, Plan(bound.grid, len(token_ids), ends), ends)
+        beyond = self._tiers.depth(bound_to.model_key, token_ids)
+        pending = None
+        if self._is_batchable(args):
+            pending = bound.start_restore(token_ids, turn_ends=ends, beyond=beyond)
+        return Prepared(
+            model_key=bound_to.model_key,
+            token_ids=token_ids,
+            segments=segments,
+            segment_types=types,
+            initial_state=initial_state,
+            turn_ends=ends,
+            beyond=beyond,
+            pending=pending,
+        )
+
+
+def _segments(
+    token_ids: list[int], plan: Plan, ends: list[int]
+) -> tuple[list[list[int]], list[str]]:
+    """What RAM is to keep of a prompt: its first turn, its last, and all of it.
+
+    As upstream does for a system prompt and a user's turn, but at stops of the plan, so that they
+    add none to it.
+    """
+    turns = [stop for stop in plan.stops if stop in ends]
+    cuts = sorted({*turns[:1], *turns[-1:]})
+    pieces = [token_ids[start:end] for start, end in pairwise((0, *cuts, len(token_ids)))]
+    types = ["system", "user", "assistant"] if len(cuts) == 2 else ["user", "assistant"]
+    return pieces, types[-len(pieces) :]
+
+
+def _key_of(provider: Any, model: Any) -> tuple[Any, Any, Any]:
+    """The key under which the provider would load what a request asks for."""
+    return (
+        provider._model_map.get(model.model, model.model),
+        provider._adapter_map.get(model.model, model.adapter),
+        provider._draft_model_map.get(model.draft, model.draft),
+    )

@@ -1,0 +1,138 @@
+"""What the seams of a server share: the cache, the bound model, the request between two of them.
+
+mlx-lm's server calls its prompt cache, its batch generator and its tokenizer one after the other
+for a request, without telling them of each other. They meet here.
+"""
+
+# mlx-lm has no types of its own.
+# pyright: reportUnknownVariableType=false
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.utils import hf_repo_to_path
+
+from ...journal.words import NotStoredReason
+from ...store.boundary import NotStored
+from ..binding import BoundModel
+from ..cache import Cache
+from ..restoration import PendingRestore, Restoration
+from .options import ServeOptions
+from .turns import closing_ids
+
+log = logging.getLogger("walkback")
+
+
+@dataclass(slots=True, kw_only=True)
+class Prepared:
+    """A request that is tokenised and whose prefix is being read."""
+
+    model_key: Any
+    token_ids: list[int]
+    # What mlx-lm's server makes of a request besides: segments, their types, the initial state.
+    segments: list[list[int]]
+    segment_types: list[str]
+    initial_state: str
+    turn_ends: list[int]
+    # What memory held when the reading began, and the reading; None if nothing is stored for it.
+    beyond: int
+    pending: PendingRestore | None
+    restoration: Restoration | None = None
+
+    def cancel(self) -> None:
+        """Give up what nobody will finish."""
+        if self.pending is not None and self.restoration is None:
+            self.pending.cancel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundTo:
+    """A loaded model that is bound: replaced as a whole, so that any thread may look at it."""
+
+    model_key: Any
+    tokenizer: Any
+    bound: BoundModel
+    closing: frozenset[int]
+
+
+class MutableSession:
+    """One owner: the generation thread. Other threads may read ``bound_to`` and nothing else."""
+
+    def __init__(self, cache: Cache | None, options: ServeOptions) -> None:
+        """Without a cache everything is as in mlx-lm, but for what would kill its thread."""
+        self.cache = cache
+        self.options = options
+        self.bound_to: BoundTo | None = None
+        self._current: Prepared | None = None
+        self._told: set[NotStoredReason] = set()
+
+    def bind(self, provider: Any) -> None:
+        """Bind what the provider has just loaded. A failure leaves it uncached, and says so."""
+        self.bound_to = None
+        if self.cache is None:
+            return
+        if provider.draft_model is not None:
+            self._refuse(NotStoredReason.DRAFT_MODEL, "a draft model rewinds, a state cannot")
+            return
+        if provider.is_distributed:
+            self._refuse(NotStoredReason.DISTRIBUTED, "ranks would have to agree on a prefix")
+            return
+        model_path, adapter_path, _ = provider.model_key
+        try:
+            bound = self.cache.bind(
+                provider.model, local_directory(model_path), adapter=adapter_path
+            )
+            self.bound_to = BoundTo(
+                model_key=provider.model_key,
+                tokenizer=provider.tokenizer,
+                bound=bound,
+                closing=closing_ids(provider.tokenizer),
+            )
+        except Exception:
+            log.exception("%s is served uncached: it could not be bound", model_path)
+
+    def unbind(self) -> None:
+        self.bound_to = None
+
+    def bound_for(self, model_key: Any) -> BoundTo | None:
+        """The bound model, if it is the one with this key."""
+        bound_to = self.bound_to
+        return bound_to if bound_to is not None and bound_to.model_key == model_key else None
+
+    def put(self, prepared: Prepared | None) -> None:
+        """Leave a request for the next seam; one that nobody took is given up."""
+        if self._current is not None:
+            self._current.cancel()
+        self._current = prepared
+
+    def current(self, token_ids: list[int]) -> Prepared | None:
+        """The request that was left, if it is the one of this prompt."""
+        current = self._current
+        return current if current is not None and current.token_ids == token_ids else None
+
+    def take(self) -> Prepared | None:
+        """The request that was left, which is not there any more."""
+        current, self._current = self._current, None
+        return current
+
+    def close(self) -> None:
+        """Store what was recorded and let go of the directory."""
+        self.put(None)
+        self.unbind()
+        if self.cache is not None:
+            self.cache.close()
+
+    def _refuse(self, reason: NotStoredReason, detail: str) -> None:
+        if self.cache is None or reason in self._told:
+            return
+        self._told.add(reason)
+        log.warning("nothing is stored or restored: %s", detail)
+        self.cache.store.refuse(NotStored(reason, detail), request=0, key=b"", position=0)
+
+
+def local_directory(model: str) -> Path:
+    """Where the files of a model are on this machine: a directory, or a hub's that was fetched."""
+    path = Path(model).expanduser()
+    return path if path.exists() else hf_repo_to_path(model)

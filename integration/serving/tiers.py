@@ -1,0 +1,143 @@
+"""Two tiers behind mlx-lm's prompt cache: RAM, as upstream keeps it, over the SSD.
+
+The deeper restorable of the two serves. Whatever goes wrong here is a miss: an exception would end
+the server's one generation thread.
+"""
+
+# mlx-lm has no types of its own.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+
+import logging
+import threading
+from typing import Any
+
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache
+
+from ..restoration import Restoration
+from .rows import compact
+from .session import MutableSession, Prepared
+
+log = logging.getLogger("walkback")
+
+
+# No tokenizer has it: ids of images are of 60 bits.
+_NO_TOKEN_ID = 1 << 62
+
+
+class TieredPromptCache(LRUPromptCache):
+    """The duck type that mlx-lm's server uses, over both tiers.
+
+    Its calls come from the generation thread; ``depth`` may be asked on any.
+    """
+
+    def __init__(self, session: MutableSession, max_size: int = 10) -> None:
+        hot_max = session.options.hot_max
+        super().__init__(max_size, *(() if hot_max is None else (hot_max,)))
+        self._session = session
+        # RAM's trie changes on the generation thread while others ask how deep it reaches.
+        self._lock = threading.RLock()
+
+    def depth(self, model: Any, tokens: list[int]) -> int:
+        """How many tokens of a prompt RAM can serve: at most all but the last."""
+        with self._lock:
+            result = self._trie.search(model, _without_its_last(tokens))
+            shorter = 0 if result.shorter is None else len(result.shorter)
+            if result.longer is not None and result.common_prefix > shorter:
+                entry = self._trie.get(result.model, result.longer)
+                if can_trim_prompt_cache(entry.prompt_cache):
+                    return min(len(tokens) - 1, result.common_prefix)
+            return shorter
+
+    def fetch_nearest_cache(
+        self, model: Any, tokens: list[int]
+    ) -> tuple[list[Any] | None, list[int]]:
+        """The deepest cache of either tier, and the token ids that it lacks: at least one.
+
+        Upstream gives none for a prompt that it holds entirely, and its batch generator raises.
+        """
+        try:
+            prepared = self._session.current(tokens)
+            if prepared is None or prepared.pending is None:
+                return self._from_memory(model, tokens)
+            return self._deeper(model, tokens, prepared)
+        except Exception:
+            log.exception("a look into the cache failed; the prompt is prefilled from its start")
+            return None, tokens
+
+    def insert_cache(
+        self,
+        model: Any,
+        tokens: list[int],
+        prompt_cache: list[Any],
+        *,
+        cache_type: str = "assistant",
+    ) -> None:
+        """Keep a cache in RAM, without the buffers that it may be a view of."""
+        try:
+            compact(prompt_cache)
+            with self._lock:
+                super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
+        except Exception:
+            log.exception("a cache was not kept in memory")
+
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        with self._lock:
+            super().trim_to(n_sequences=n_sequences, n_bytes=n_bytes)
+
+    def _from_memory(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+        with self._lock:
+            cache, rest = super().fetch_nearest_cache(model, _without_its_last(tokens))
+        return cache, tokens[len(tokens) - len(rest) :]
+
+    def _deeper(
+        self, model: Any, tokens: list[int], prepared: Prepared
+    ) -> tuple[list[Any] | None, list[int]]:
+        pending = prepared.pending
+        assert pending is not None
+        cache, rest = self._from_memory(model, tokens)
+        depth = len(tokens) - len(rest)
+        if depth < prepared.beyond:
+            # What memory held when the reading began is gone: what the disk has was left unread.
+            prepared.pending = pending = self._start_anew(tokens, prepared, depth)
+        restoration = pending.finish()
+        source = "the disk"
+        if restoration.endpoint <= depth and cache is not None:
+            source = "memory"
+            restoration.recording.finish()
+            restoration = pending.adopt(cache, depth)
+        prepared.restoration = restoration
+        _tell(restoration, source, len(tokens))
+        endpoint = restoration.endpoint
+        return (restoration.cache if endpoint else None), tokens[endpoint:]
+
+    def _start_anew(self, tokens: list[int], prepared: Prepared, depth: int) -> Any:
+        prepared.cancel()
+        bound_to = self._session.bound_for(prepared.model_key)
+        assert bound_to is not None, "the model of a request is bound until it is served"
+        return bound_to.bound.start_restore(tokens, turn_ends=prepared.turn_ends, beyond=depth)
+
+
+def _without_its_last(tokens: list[int]) -> list[int]:
+    """A prompt that nothing holds entirely, of the same length."""
+    return [*tokens[:-1], _NO_TOKEN_ID]
+
+
+def _tell(restoration: Restoration, source: str, prompt_tokens: int) -> None:
+    if restoration.endpoint:
+        words = f", after {restoration.walkbacks} walk-backs" if restoration.walkbacks else ""
+        log.info(
+            "prompt of %d tokens: %d from %s, %d to compute%s",
+            prompt_tokens,
+            restoration.endpoint,
+            source,
+            restoration.uncached,
+            words,
+        )
+    else:
+        log.info(
+            "prompt of %d tokens: all to compute (%s: %s)",
+            prompt_tokens,
+            restoration.reason,
+            restoration.detail,
+        )
