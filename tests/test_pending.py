@@ -40,6 +40,9 @@ def cache(tmp_path: Path) -> Generator[Cache]:
     with Cache(store, grid, salt="") as cache:
         yield cache
         files_of(store).hook = None
+        gc.collect()
+        # A reader lets go of what was cancelled when it has come that far.
+        wait_until(lambda: is_let_go(cache), "everything is let go of")
         assert_let_go(cache)
 
 
