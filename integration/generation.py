@@ -93,15 +93,19 @@ def _resumed(
     try:
         if on_restore is not None:
             on_restore(restoration)
-        yield _prepared(bound, token_ids, restoration, options)
+        yield prepare_generation(bound, token_ids, restoration, options)
     finally:
         restoration.recording.finish()
 
 
-def _prepared(
+def prepare_generation(
     bound: BoundModel, token_ids: list[int], restoration: Restoration, options: dict[str, Any]
 ) -> tuple[list[int], dict[str, Any]]:
-    """The token ids that mlx-lm is to prefill, and its options with our hooks in them."""
+    """The token ids that mlx-lm is to prefill, and its options with our hooks in them.
+
+    What its one chunk size cannot express is prefilled here. Processors of logits see the token ids
+    that were restored, as they do in a run from the start.
+    """
     stride = bound.grid.checkpoint_tokens
     cache, recording = restoration.cache, restoration.recording
     position = restoration.endpoint

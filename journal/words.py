@@ -109,3 +109,4 @@ class NotStoredReason(enum.StrEnum):
     FAILED = "failed"
     DRAFT_MODEL = "draft_model"
     DISTRIBUTED = "distributed"
+    PADDED = "padded"

@@ -94,6 +94,7 @@ MAY_CATCH_ANYTHING = {
     "integration/recording.py",
     "integration/serving/batching.py",
     "integration/serving/requests.py",
+    "integration/serving/sequential.py",
     "integration/serving/session.py",
     "integration/serving/tiers.py",
     "store/committer.py",

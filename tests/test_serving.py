@@ -27,6 +27,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from servers import OURS, ROOT, Answer, Server, serving
 
+from walkback.journal.events import NotStored, Record
 from walkback.store.audit import Audit
 from walkback.store.findings import findings
 
@@ -250,6 +251,40 @@ def test_requests_at_once_get_what_each_gets_alone(lfm2: Server, models: dict[st
         assert again.cached_tokens >= oracle.turn_ends(messages)[0]
 
 
+@pytest.mark.parametrize("name", ["nemotron_h", "rwkv7"])
+def test_prompts_of_unlike_length_at_once_do_not_spoil_each_other(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """mlx-lm's own server pads them together, and the padding reaches their state."""
+    oracle = Oracle(models[name])
+    conversations = [
+        [said("user", f"Tell me of the number {each}. " * (9 * each + 4))] for each in range(4)
+    ]
+    options = ("--cache-dir", str(tmp_path / "cache"), *OPTIONS)
+
+    with serving(models[name], *options, log_path=tmp_path / "log") as server:
+        with ThreadPoolExecutor(4) as clients:
+            answers = list(clients.map(server.chat, conversations))
+        assert server.stop() == 0
+
+    assert all(map(is_same, answers, map(oracle.answer, conversations)))
+    assert "one at a time" in server.log
+
+
+def test_what_is_padded_all_the_same_is_not_stored(models: dict[str, Path], tmp_path: Path) -> None:
+    options = ("--cache-dir", str(tmp_path / "cache"), "--unsafe-batching", *OPTIONS)
+
+    with serving(models["rwkv7"], *options, log_path=tmp_path / "log") as server:
+        server.chat(FIRST)
+        server.chat(FIRST, seed=1)
+        assert server.stop() == 0
+
+    with Audit.open(tmp_path / "cache") as audit:
+        assert audit.state is not None and not audit.state.blocks
+        events = [each.event for each in audit.records() if isinstance(each, Record)]
+    assert [each.reason for each in events if isinstance(each, NotStored)] == ["padded"]
+
+
 def test_a_streamed_answer_tells_what_was_cached(lfm2: Server) -> None:
     lfm2.chat(EDITED)
 
@@ -270,12 +305,46 @@ def test_a_request_that_makes_no_sense_costs_nobody_else_anything(lfm2: Server) 
     assert lfm2.chat(FIRST).prompt_tokens > 0
 
 
-def test_a_seeded_request_goes_the_sequential_way(lfm2: Server) -> None:
-    """mlx-lm serves it outside of the batch; it is answered, and repeats itself."""
-    one = lfm2.chat(FIRST, seed=3, temperature=1.0)
-    other = lfm2.chat(FIRST, seed=3, temperature=1.0)
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "llama"])
+def test_a_seeded_request_resumes_too_and_gives_the_bits_of_the_plan(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """mlx-lm serves it outside of the batch, and never resumes it for a hybrid."""
+    oracle = Oracle(models[name])
+    options = ("--cache-dir", str(tmp_path / "cache"), *OPTIONS)
+    with serving(models[name], *options, log_path=tmp_path / "one.log") as server:
+        cold = server.chat(FIRST, seed=3)
+        await_stored(server, tmp_path / "cache")
+        server.stop(signal.SIGKILL)
+    second = following(FIRST, cold, "And of the lakes, what of those? " * 4)
+    with serving(models[name], *options, log_path=tmp_path / "two.log") as server:
+        turn = server.chat(second, seed=3)
+        warm, edit = server.chat(FIRST, seed=3), server.chat(EDITED, seed=3)
+        batched = server.chat(FIRST)
+        assert server.stop() == 0
+        assert "integration/" not in server.log
 
-    assert one.tokens == other.tokens
+    ends = oracle.turn_ends(FIRST)
+    assert cold.cached_tokens == 0
+    assert turn.cached_tokens == cold.prompt_tokens + COUNT
+    assert warm.cached_tokens >= ends[-1]
+    assert edit.cached_tokens >= ends[0]
+    for messages, answer in ((FIRST, cold), (FIRST, warm), (FIRST, batched), (EDITED, edit)):
+        assert is_same(answer, oracle.answer(messages))
+    if name not in PLAN_BOUND:
+        assert is_same(turn, oracle.answer(second))
+
+
+def test_penalties_see_what_was_restored(lfm2: Server) -> None:
+    """Elsewhere they saw the token ids behind the endpoint only, and a warm answer was another."""
+    options = {"repetition_penalty": 1.8, "repetition_context_size": 400}
+    messages = [SYSTEM, said("user", "Say letters, as many as there are. " * 7)]
+
+    seeded = [lfm2.chat(messages, seed=1, **options) for _ in range(2)]
+    batched = [lfm2.chat(messages, **options) for _ in range(2)]
+
+    assert seeded[1].cached_tokens > 0
+    assert len({each.tokens for each in (*seeded, *batched)}) == 1
 
 
 def test_a_client_that_goes_away_leaves_the_server_well(lfm2: Server) -> None:

@@ -5,6 +5,7 @@
 # pyright: reportPrivateUsage=false
 
 import argparse
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from zoo import build, token_ids
 
 from walkback.integration.leaves import layout_of, position_of, walk_leaves
 from walkback.integration.serving.options import ServeOptions, parse_options, parse_size
+from walkback.integration.serving.padding import _difference, padding_reaches_state
 from walkback.integration.serving.rows import adopted, can_be_adopted, compact, row_of
 from walkback.integration.serving.session import MutableSession, Prepared
 from walkback.integration.serving.tiers import TieredPromptCache
@@ -202,6 +204,30 @@ def test_a_compacted_cache_lets_go_of_the_batch_that_it_came_from() -> None:
     assert empty is None
     assert kept is not None and memoryview(cast(Any, kept)).nbytes == 3 * 1024 * 4
     assert mx.get_active_memory() - before < 64 * 3 * 1024 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "is_reached"),
+    [
+        ("qwen3_5", False),
+        ("falcon_h1", False),
+        ("lfm2", False),
+        ("nemotron_h", True),
+        ("rwkv7", True),
+        ("llama", False),
+    ],
+)
+@pytest.mark.skipif(version("mlx-lm") != "0.32.2", reason="it changes with mlx-lm")
+def test_a_model_is_asked_whether_padding_reaches_its_state(name: str, is_reached: bool) -> None:
+    assert padding_reaches_state(build(name)) is is_reached
+
+
+def test_a_state_that_is_no_number_is_a_difference() -> None:
+    one, nan = mx.ones((1, 4)), mx.full((1, 4), float("nan"))
+
+    assert _difference(one, nan) > 1
+    assert _difference(one, one) == 0
+    assert _difference(mx.zeros((1, 4)), one) > 1
 
 
 # The tiers, without a cache: as upstream, but for what would end its thread.

@@ -47,11 +47,7 @@ class RecordingBatchGenerator(BatchGenerator):
         bound_to = session.bound_to
         if bound_to is not None:
             options["prefill_step_size"] = bound_to.bound.grid.checkpoint_tokens
-            layout = bound_to.bound.layout
-            has_point_state = layout is None or layout.has_point_state
-            if has_point_state and not session.options.unsafe_batching:
-                # Rows of unlike lengths are padded, and several architectures let the padding into
-                # their state: harmless while it is forgotten, permanent once it is stored.
+            if not (bound_to.is_padding_safe or session.options.unsafe_batching):
                 options["prefill_batch_size"] = 1
         super().__init__(model, **options)
 
@@ -150,7 +146,7 @@ class RecordingBatchGenerator(BatchGenerator):
 
     def _stop(self, row: _Row, position: int, caches: Any, index: int | None) -> None:
         """Record a stop of one row of a batch, or of a cache of its own."""
-        if row.recording is None or self._session.options.read_only:
+        if row.recording is None or not self._session.stores:
             return
         try:
             row.recording.stop(position, caches if index is None else row_of(caches, index))

@@ -98,7 +98,7 @@ class PreparingResponseGenerator(ResponseGenerator):
         segments, types = _segments(token_ids, Plan(bound.grid, len(token_ids), ends), ends)
         beyond = self._tiers.depth(bound_to.model_key, token_ids)
         pending = None
-        if self._is_batchable(args):
+        if self.cli_args.kv_bits is None:
             pending = bound.start_restore(token_ids, turn_ends=ends, beyond=beyond)
         return Prepared(
             model_key=bound_to.model_key,

@@ -24,6 +24,7 @@ from ..cache import Cache, open_cache
 from .batching import RecordingBatchGenerator
 from .options import ServeOptions, make_parser, parse_options
 from .requests import PreparingResponseGenerator
+from .sequential import stream_generate
 from .session import MutableSession
 from .tiers import TieredPromptCache
 
@@ -89,6 +90,7 @@ def _joined(session: MutableSession, arguments: Sequence[str]) -> Generator[None
         "LRUPromptCache": functools.partial(TieredPromptCache, session),
         "BatchGenerator": functools.partial(RecordingBatchGenerator, session),
         "ModelProvider": functools.partial(BindingModelProvider, session),
+        "stream_generate": functools.partial(stream_generate, session),
         "ResponseGenerator": functools.partial(PreparingResponseGenerator, session),
     }
     before = {name: getattr(upstream, name) for name in seams}

@@ -20,6 +20,7 @@ from ..binding import BoundModel
 from ..cache import Cache
 from ..restoration import PendingRestore, Restoration
 from .options import ServeOptions
+from .padding import padding_reaches_state
 from .turns import closing_ids
 
 log = logging.getLogger("walkback")
@@ -55,6 +56,8 @@ class BoundTo:
     tokenizer: Any
     bound: BoundModel
     closing: frozenset[int]
+    # Whether prompts of unlike length may be prefilled together.
+    is_padding_safe: bool
 
 
 class MutableSession:
@@ -84,14 +87,31 @@ class MutableSession:
             bound = self.cache.bind(
                 provider.model, local_directory(model_path), adapter=adapter_path
             )
+            layout = bound.layout
+            has_state = layout is not None and layout.has_point_state
+            is_safe = not (has_state and padding_reaches_state(provider.model))
             self.bound_to = BoundTo(
                 model_key=provider.model_key,
                 tokenizer=provider.tokenizer,
                 bound=bound,
                 closing=closing_ids(provider.tokenizer),
+                is_padding_safe=is_safe,
             )
+            if not is_safe:
+                self._tell_of_padding()
         except Exception:
             log.exception("%s is served uncached: it could not be bound", model_path)
+
+    @property
+    def stores(self) -> bool:
+        """Whether what requests compute is stored.
+
+        A row whose state padding has reached is wrong, and so is all that is computed from it, in
+        memory too. It cannot be told from others later, so with --unsafe-batching none is stored.
+        """
+        bound_to = self.bound_to
+        is_tainted = bound_to is not None and not bound_to.is_padding_safe
+        return not (self.options.read_only or (is_tainted and self.options.unsafe_batching))
 
     def unbind(self) -> None:
         self.bound_to = None
@@ -124,11 +144,21 @@ class MutableSession:
         if self.cache is not None:
             self.cache.close()
 
+    def _tell_of_padding(self) -> None:
+        if self.options.unsafe_batching:
+            detail = "padding reaches this model's state, and --unsafe-batching pads"
+            self._refuse(NotStoredReason.PADDED, detail)
+            return
+        log.warning(
+            "prompts are prefilled one at a time: in this mlx-lm the padding of a batch reaches "
+            "the state of this model. --unsafe-batching does it all the same, and stores nothing"
+        )
+
     def _refuse(self, reason: NotStoredReason, detail: str) -> None:
         if self.cache is None or reason in self._told:
             return
         self._told.add(reason)
-        log.warning("nothing is stored or restored: %s", detail)
+        log.warning("nothing is stored: %s", detail)
         self.cache.store.refuse(NotStored(reason, detail), request=0, key=b"", position=0)
 
 

@@ -8,6 +8,7 @@ the server's one generation thread.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
 
+import dataclasses
 import logging
 import threading
 from typing import Any
@@ -106,6 +107,8 @@ class TieredPromptCache(LRUPromptCache):
             source = "memory"
             restoration.recording.finish()
             restoration = pending.adopt(cache, depth)
+        if not self._session.stores:
+            restoration = dataclasses.replace(restoration, stops=())
         prepared.restoration = restoration
         _tell(restoration, source, len(tokens))
         endpoint = restoration.endpoint
