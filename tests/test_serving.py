@@ -7,6 +7,7 @@ plan that is worked out here.
 # mlx-lm has no types of its own, and mlx's stubs leave the arguments of eval untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+import json
 import os
 import signal
 import subprocess
@@ -432,6 +433,22 @@ def test_a_cache_that_goes_away_under_the_server_costs_no_answer(
 
     assert again.tokens == first.tokens
     assert other.prompt_tokens > 0
+
+
+def test_figures_stand_on_the_same_port(lfm2: Server) -> None:
+    lfm2.chat(FIRST)
+
+    stats = json.loads(lfm2.get("/walkback/stats"))
+    metrics = dict(
+        line.rsplit(" ", 1) for line in lfm2.get("/metrics").splitlines() if line[0] != "#"
+    )
+
+    assert stats["mode"] == "writing"
+    assert stats["holdings"]["sidecar_count"] > 0
+    assert stats["prompt_tokens"]["computed"] > 0
+    assert float(metrics["walkback_holdings_sidecar_count"]) > 0
+    assert float(metrics['walkback_prompt_tokens{from="computed"}']) > 0
+    assert float(metrics["walkback_stores"]) == 1
 
 
 def test_help_tells_of_both_kinds_of_flags() -> None:

@@ -22,6 +22,7 @@ import mlx_lm.server as upstream
 from ...journal.errors import CacheLockedError
 from ..cache import Cache, open_cache
 from .batching import RecordingBatchGenerator
+from .figures import FiguresHandler
 from .options import ServeOptions, make_parser, parse_options
 from .requests import PreparingResponseGenerator
 from .sequential import stream_generate
@@ -91,6 +92,10 @@ def _joined(session: MutableSession, arguments: Sequence[str]) -> Generator[None
         "BatchGenerator": functools.partial(RecordingBatchGenerator, session),
         "ModelProvider": functools.partial(BindingModelProvider, session),
         "stream_generate": functools.partial(stream_generate, session),
+        "_run_http_server": functools.partial(
+            getattr(upstream, "_run_http_server"),  # noqa: B009 - private, and a seam all the same
+            handler_class=functools.partial(FiguresHandler, session=session),
+        ),
         "ResponseGenerator": functools.partial(PreparingResponseGenerator, session),
     }
     before = {name: getattr(upstream, name) for name in seams}

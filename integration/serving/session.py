@@ -61,13 +61,15 @@ class BoundTo:
 
 
 class MutableSession:
-    """One owner: the generation thread. Other threads may read ``bound_to`` and nothing else."""
+    """One owner: the generation thread. Others may read ``bound_to`` and ``prompt_tokens`` only."""
 
     def __init__(self, cache: Cache | None, options: ServeOptions) -> None:
         """Without a cache everything is as in mlx-lm, but for what would kill its thread."""
         self.cache = cache
         self.options = options
         self.bound_to: BoundTo | None = None
+        # How many token ids of all prompts came from where. The generation thread counts.
+        self.prompt_tokens: dict[str, int] = {"memory": 0, "disk": 0, "computed": 0}
         self._current: Prepared | None = None
         self._told: set[NotStoredReason] = set()
 

@@ -102,7 +102,7 @@ class TieredPromptCache(LRUPromptCache):
             # What memory held when the reading began is gone: what the disk has was left unread.
             prepared.pending = pending = self._start_anew(tokens, prepared, depth)
         restoration = pending.finish()
-        source = "the disk"
+        source = "disk"
         if restoration.endpoint <= depth and cache is not None:
             source = "memory"
             restoration.recording.finish()
@@ -110,6 +110,8 @@ class TieredPromptCache(LRUPromptCache):
         if not self._session.stores:
             restoration = dataclasses.replace(restoration, stops=())
         prepared.restoration = restoration
+        self._session.prompt_tokens[source] += restoration.endpoint
+        self._session.prompt_tokens["computed"] += restoration.uncached
         _tell(restoration, source, len(tokens))
         endpoint = restoration.endpoint
         return (restoration.cache if endpoint else None), tokens[endpoint:]
