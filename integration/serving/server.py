@@ -114,7 +114,9 @@ def _joined(session: MutableSession, arguments: Sequence[str]) -> Generator[None
 @contextlib.contextmanager
 def _stopped_by_a_signal(session: MutableSession) -> Generator[None]:
     """SIGTERM stops as Ctrl-C does, and no signal interrupts the close."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A shell that starts a job in the background has it ignore SIGINT, and Python keeps that.
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
