@@ -9,10 +9,15 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from ..journal.errors import CacheClosedError
+from ..journal.words import Kind
+from ..restore.candidates import Match, match
 from ..restore.identity import BlockLink, Namespace
 from ..restore.layout import Layout
 from ..restore.plan import Grid
+from ..store.lookup import Located, View
 from ..store.store import MutableStore
+from .depths import MutableDepths
 from .restoration import Binding, PendingRestore, Restoration, chain_of
 
 # Room behind a restored prefix, so that decoding some hundred tokens copies no buffer.
@@ -20,7 +25,12 @@ DECODE_HEADROOM_TOKENS = 512
 
 
 class BoundModel:
-    """One model on one cache. Its calls belong to the thread that owns the model's arrays."""
+    """One model on one cache.
+
+    ``start_restore``, ``lookup``, ``report_bad`` and ``chain`` may be called on any thread, the
+    rest on the thread that owns the model's arrays. README, "Writing a scheduler", has the whole
+    protocol, and ``examples/scheduler.py`` is one.
+    """
 
     def __init__(
         self,
@@ -33,6 +43,7 @@ class BoundModel:
         unsupported: str,
         requests: "itertools.count[int]",
         readers: Callable[[], Executor],
+        depths: MutableDepths,
     ) -> None:
         self.model = model
         self.make_cache = make_cache
@@ -51,6 +62,7 @@ class BoundModel:
             namespace=self.namespace,
             fields=() if namespace is None else namespace.fields(secret=store.secret),
             producer=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, {mx.default_device()}",
+            depths=depths,
         )
 
     def restore(
@@ -101,6 +113,48 @@ class BoundModel:
             beyond=beyond,
             readers=readers,
         )
+
+    def lookup(self, prompt: Sequence[int] | mx.array) -> int:
+        """How many tokens of a prompt the index can restore now, to order or to route requests by.
+
+        Opens no file, keeps nothing from eviction and counts nothing; a restore may yet find less.
+        Any thread may call it, and it does not wait for the disk. 0 once the cache is closed.
+        """
+        layout = self.layout
+        if layout is None:
+            return 0
+        chain = chain_of(self._binding, token_ids_of(prompt))
+
+        def choose(view: View) -> tuple[Match, Sequence[Located]]:
+            return match(view, chain, needs_sidecar=layout.has_point_state), ()
+
+        try:
+            found, _ = self._binding.store.choose(choose)
+        except CacheClosedError:
+            return 0
+        return 0 if found.candidate is None else found.candidate.endpoint
+
+    def report_bad(
+        self, prompt: Sequence[int] | mx.array, endpoint: int, *, detail: str = ""
+    ) -> None:
+        """Drop what a prompt resumed from at ``endpoint``, after it gave wrong results.
+
+        With it goes all that may have been computed from it, other prompts' entries included; what
+        leads there stays, and serves the next restore. ``detail`` goes into the journal. Any thread
+        may call it; it waits for one or two commits.
+
+        Raises:
+            ValueError: the prompt has no boundary there, as at 0.
+            CacheClosedError, NotRecordedError: nothing was dropped.
+        """
+        chain = chain_of(self._binding, token_ids_of(prompt))
+        # What was computed behind a tail hangs below the full block above it, or, in the first
+        # block, is the full block itself.
+        full = endpoint // chain.block_tokens * chain.block_tokens
+        tip = chain.ending_at(endpoint)
+        bad = [chain.ending_at(full)] if full else [tip, *chain.links[:1]]
+        for link in bad:
+            self._binding.store.operator.report_bad(Kind.BLOCK, link.key, detail)
 
     def chain(self, token_ids: Sequence[int]) -> tuple[BlockLink, ...]:
         """The full blocks of a prompt with their keys in this cache."""

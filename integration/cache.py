@@ -28,6 +28,7 @@ from ..store.settings import GIB, StoreSettings, staging_bytes_for
 from ..store.statistics import Statistics
 from ..store.store import MutableStore
 from .binding import BoundModel
+from .depths import Depths, MutableDepths
 from .fingerprint import (
     combined,
     fingerprint_adapter,
@@ -51,6 +52,7 @@ class Cache:
         self.grid = grid
         self._salt = salt
         self._requests = itertools.count(1)
+        self._depths = MutableDepths()
         self._readers: ThreadPoolExecutor | None = None
         self._readers_lock = threading.Lock()
 
@@ -88,6 +90,7 @@ class Cache:
                 unsupported=str(error),
                 requests=self._requests,
                 readers=self._make_readers,
+                depths=self._depths,
             )
         namespace = Namespace(
             weights=self._fingerprint(model, weights),
@@ -122,6 +125,7 @@ class Cache:
             unsupported="",
             requests=self._requests,
             readers=self._make_readers,
+            depths=self._depths,
         )
 
     @property
@@ -136,6 +140,10 @@ class Cache:
     def statistics(self) -> Statistics:
         """What the cache holds and what happened since it was opened."""
         return self.store.statistics()
+
+    def depths(self) -> Depths:
+        """How deep the restores since the opening reached; any thread may ask."""
+        return self._depths.now()
 
     def violations(self) -> list[str]:
         """Every broken invariant, of the journal's state and of the disk."""

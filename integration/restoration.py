@@ -18,6 +18,7 @@ from ..restore.materialise import MutableAssembly
 from ..restore.plan import Grid, Plan, plan_after, plan_of_unknown_stops, plan_start
 from ..restore.walkback import MutableResumption, Resumed
 from ..store.store import MutableStore
+from .depths import MutableDepths
 from .recording import MutableRecording, Recorded
 
 log = logging.getLogger("walkback")
@@ -59,6 +60,7 @@ class Binding:
     namespace: bytes
     fields: tuple[tuple[str, str], ...]
     producer: str
+    depths: MutableDepths
 
 
 class _Made(NamedTuple):
@@ -141,6 +143,9 @@ class PendingRestore:
         outcome = self._outcome()
         resumed = outcome if isinstance(outcome, Resumed) else None
         endpoint = 0 if resumed is None else resumed.endpoint
+        if resumed is not None:
+            uncached = self._chain.token_count - endpoint
+            self._binding.depths.note(endpoint=endpoint, uncached=uncached)
         plan = Plan(
             self._binding.grid,
             self._chain.token_count,
