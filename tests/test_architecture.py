@@ -93,6 +93,7 @@ MAY_CATCH_ANYTHING = {
     "integration/restoration.py",
     "integration/recording.py",
     "integration/serving/batching.py",
+    "integration/serving/pages.py",
     "integration/serving/requests.py",
     "integration/serving/sequential.py",
     "integration/serving/session.py",

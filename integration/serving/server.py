@@ -22,8 +22,8 @@ import mlx_lm.server as upstream
 from ...journal.errors import CacheLockedError
 from ..cache import Cache, open_cache
 from .batching import RecordingBatchGenerator
-from .figures import FiguresHandler
 from .options import ServeOptions, make_parser, parse_options
+from .pages import Pages
 from .requests import PreparingResponseGenerator
 from .sequential import stream_generate
 from .session import MutableSession
@@ -92,10 +92,6 @@ def _joined(session: MutableSession, arguments: Sequence[str]) -> Generator[None
         "BatchGenerator": functools.partial(RecordingBatchGenerator, session),
         "ModelProvider": functools.partial(BindingModelProvider, session),
         "stream_generate": functools.partial(stream_generate, session),
-        "_run_http_server": functools.partial(
-            getattr(upstream, "_run_http_server"),  # noqa: B009 - private, and a seam all the same
-            handler_class=functools.partial(FiguresHandler, session=session),
-        ),
         "ResponseGenerator": functools.partial(PreparingResponseGenerator, session),
     }
     before = {name: getattr(upstream, name) for name in seams}
@@ -104,11 +100,18 @@ def _joined(session: MutableSession, arguments: Sequence[str]) -> Generator[None
     for name, seam in seams.items():
         setattr(upstream, name, seam)
     try:
-        yield
+        with _pages_of(session):
+            yield
     finally:
         sys.argv = argv
         for name, seam in before.items():
             setattr(upstream, name, seam)
+
+
+def _pages_of(session: MutableSession) -> contextlib.AbstractContextManager[None]:
+    if session.cache is None:
+        return contextlib.nullcontext()
+    return Pages(session.cache, session.memory_figures).joined(upstream.APIHandler)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from ...store.boundary import NotStored
 from ..binding import BoundModel
 from ..cache import Cache
 from ..restoration import PendingRestore, Restoration
+from .figures import MemoryFigures, MemoryTier
 from .options import ServeOptions
 from .padding import padding_reaches_state
 from .turns import closing_ids
@@ -61,17 +62,21 @@ class BoundTo:
 
 
 class MutableSession:
-    """One owner: the generation thread. Others may read ``bound_to`` and ``prompt_tokens`` only."""
+    """One owner: the generation thread. Others may read ``bound_to`` and ask ``memory_figures``."""
 
     def __init__(self, cache: Cache | None, options: ServeOptions) -> None:
         """Without a cache everything is as in mlx-lm, but for what would kill its thread."""
         self.cache = cache
         self.options = options
         self.bound_to: BoundTo | None = None
-        # How many token ids of all prompts came from where. The generation thread counts.
-        self.prompt_tokens: dict[str, int] = {"memory": 0, "disk": 0, "computed": 0}
+        # What the tier in memory holds; it says so itself once mlx-lm has made it. For any thread.
+        self.memory_tier: MemoryFigures = lambda: None
         self._current: Prepared | None = None
         self._told: set[NotStoredReason] = set()
+
+    def memory_figures(self) -> MemoryTier | None:
+        """What the tier in memory holds now, None before there is one. Any thread."""
+        return self.memory_tier()
 
     def bind(self, provider: Any) -> None:
         """Bind what the provider has just loaded. A failure leaves it uncached, and says so."""

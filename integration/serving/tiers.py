@@ -16,6 +16,7 @@ from typing import Any
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache
 
 from ..restoration import Restoration
+from .figures import MemoryTier
 from .rows import compact
 from .session import MutableSession, Prepared
 
@@ -38,6 +39,19 @@ class TieredPromptCache(LRUPromptCache):
         self._session = session
         # RAM's trie changes on the generation thread while others ask how deep it reaches.
         self._lock = threading.RLock()
+        self._hot_max: int | None = hot_max
+        self._hits = 0
+        session.memory_tier = self.figures
+
+    def figures(self) -> MemoryTier:
+        """What it holds now. Any thread."""
+        with self._lock:
+            return MemoryTier(
+                sequences=len(self),
+                used_bytes=self.nbytes,
+                limit_bytes=self._hot_max,
+                hits=self._hits,
+            )
 
     def depth(self, model: Any, tokens: list[int]) -> int:
         """How many tokens of a prompt RAM can serve: at most all but the last."""
@@ -105,13 +119,12 @@ class TieredPromptCache(LRUPromptCache):
         source = "disk"
         if restoration.endpoint <= depth and cache is not None:
             source = "memory"
+            self._hits += 1
             restoration.recording.finish()
             restoration = pending.adopt(cache, depth)
         if not self._session.stores:
             restoration = dataclasses.replace(restoration, stops=())
         prepared.restoration = restoration
-        self._session.prompt_tokens[source] += restoration.endpoint
-        self._session.prompt_tokens["computed"] += restoration.uncached
         _tell(restoration, source, len(tokens))
         endpoint = restoration.endpoint
         return (restoration.cache if endpoint else None), tokens[endpoint:]
