@@ -3,9 +3,12 @@
 # mlx's stubs and mlx-lm's caches leave arguments and elements untyped.
 # pyright: reportUnknownMemberType=false
 
+import textwrap
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 from cache_maker import HookedFiles, core_of, file_of, files_of, flip_byte
 from mlx import nn
@@ -15,11 +18,12 @@ from walkback.integration.binding import BoundModel
 from walkback.integration.cache import Cache
 from walkback.integration.depths import DEPTH_BOUNDS, MutableDepths
 from walkback.journal.errors import CacheClosedError
-from walkback.journal.words import Kind
+from walkback.journal.words import Kind, MissReason, NotStoredReason
 from walkback.restore.plan import Grid
 from walkback.store.settings import MIB, StoreSettings
 from walkback.store.store import MutableStore
 
+README = Path(__file__).parent.parent / "README.md"
 PROMPT = token_ids(100)
 TURN_ENDS = (21, 90)
 
@@ -181,3 +185,72 @@ def test_a_depth_on_a_bound_is_counted_below_it_and_the_deepest_beyond_all() -> 
     counts = depths.now().counts
     assert (counts[0], counts[1], counts[-2], counts[-1]) == (2, 1, 1, 1)
     assert sum(counts) == 5
+
+
+# The README.
+
+
+def test_the_request_in_the_readme_resumes_where_it_says(cache: Cache, model: nn.Module) -> None:
+    _, _, section = README.read_text().partition("### Writing a scheduler")
+    code = textwrap.dedent(section.split("```python\n")[1].split("```")[0])
+
+    def prefill(model: Any, token_ids: list[int], kv: list[Any]) -> Any:
+        logits = model(mx.array([token_ids]), cache=kv)
+        mx.eval(logits, [leaf.state for leaf in kv])
+        return logits
+
+    def prefill_and_decode(model: Any, token_ids: list[int], kv: list[Any]) -> list[int]:
+        fed: list[int] = []
+        for _ in range(3):
+            logits = prefill(model, token_ids, kv)
+            chosen: Any = mx.argmax(logits[0, -1]).item()
+            token_ids = [int(chosen)]
+            fed += token_ids
+        prefill(model, token_ids, kv)
+        return fed
+
+    bound = cache.bind(model)
+    conversation = list(PROMPT)
+    endpoints: list[int] = []
+    for _ in range(2):
+        names: dict[str, Any] = {
+            "bound": bound,
+            "model": model,
+            "token_ids": conversation,
+            "turn_ends": TURN_ENDS,
+            "prefill": prefill,
+            "prefill_and_decode": prefill_and_decode,
+        }
+        exec(code, names)
+        assert names["restoration"].recording.wait() == []
+        endpoints.append(names["restoration"].endpoint)
+        conversation += [*names["fed"], 7, 8]
+
+    assert endpoints == [0, 103]
+
+
+def test_the_readme_has_every_call_of_a_schedulers_protocol() -> None:
+    _, _, section = README.read_text().partition("### Writing a scheduler")
+    table = section[: section.index("### ")]
+
+    for owner, name in [
+        *[("bound", each) for each in ("lookup", "start_restore", "report_bad")],
+        *[("pending", each) for each in ("is_ready", "cancel", "finish", "adopt")],
+        *[("recording", each) for each in ("stop", "extend", "finish", "abort", "wait")],
+        *[("cache", each) for each in ("bind", "flush", "close")],
+    ]:
+        assert f"`{owner}.{name}" in table
+
+
+def test_what_begins_after_the_close_is_refused_as_closed(cache: Cache, bound: BoundModel) -> None:
+    found = bound.restore(PROMPT)
+    model: Any = bound.model
+    model(mx.array([PROMPT[96:]]), cache=found.cache)
+    mx.eval([leaf.state for leaf in found.cache])
+
+    cache.close()
+
+    refusal = found.recording.stop(100, found.cache)
+    again = bound.start_restore(PROMPT).finish()
+    assert refusal is not None
+    assert (refusal.reason, again.reason) == (NotStoredReason.CLOSED, MissReason.CLOSED)

@@ -36,7 +36,8 @@ MemoryFigures = Callable[[], MemoryTier | None]
 def figures_of(cache: Cache, memory: MemoryFigures | None = None) -> Figures:
     """The figures now. Any thread may ask; a closed cache has its last ones.
 
-    Holds the store's lock while it adds up what every entry takes.
+    Holds the store's lock while it adds up what every entry takes: 0.2 µs for each, so 0.1 s for
+    500,000. Scrape no oftener than every few seconds.
     """
     return Figures(
         statistics=cache.statistics(),
