@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from walkback.journal.words import Kind
-from walkback.restore.identity import BlockLink
+from walkback.restore.choosing import Lookup
+from walkback.restore.identity import BlockLink, Chain
 from walkback.restore.layout import Layout
-from walkback.restore.plan import Grid
-from walkback.restore.walkback import Lookup, Resumed, resume
+from walkback.restore.plan import Grid, Plan
+from walkback.restore.walkback import Resumed, resume
 from walkback.store.store import MutableStore
 from walkback.store.tensors import TensorSpec
 
@@ -61,11 +62,24 @@ class Buffers:
         return [memoryview(self.point)]
 
 
+class NamedChain(Chain):
+    """The chain of blocks that have a name for a key, and a token behind them."""
+
+    def __init__(self, links: tuple[BlockLink, ...]) -> None:
+        super().__init__(
+            [0] * (4 * len(links) + 1),
+            namespace=links[0].parent,
+            secret=bytes(32),
+            block_tokens=_GRID.block_tokens,
+        )
+        self.links = links
+
+
 def lookup_of(name: str) -> Lookup:
     """A prompt that ends one token after this block."""
     place, names = PLACES[name], chain_of(name)
     namespace = key(place.namespace)
-    chain = tuple(
+    links = tuple(
         BlockLink(
             key=key(each),
             parent=key(PLACES[each].parent or place.namespace),
@@ -79,9 +93,8 @@ def lookup_of(name: str) -> Lookup:
         namespace=namespace,
         fields=(),
         layout=(BareLayout if name in BARE else PlainLayout)(leaves=()),
-        grid=_GRID,
-        chain=chain,
-        prompt_tokens=4 * len(names) + 1,
+        chain=NamedChain(links),
+        plan=Plan(_GRID, 4 * len(names) + 1),
     )
 
 
