@@ -47,26 +47,29 @@ def headers_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 def touched_before_verified(patch: pytest.MonkeyPatch) -> None:
-    real = vars(restoring)["_restore"]
+    real = vars(restoring.MutableResumption)["_read"]
 
-    def restore(store: MutableStore, lookup: Any, candidate: Any, *rest: Any) -> Any:
-        vars(store)["_core"].overlay.touches[candidate.blocks[-1].key] = None
-        return real(store, lookup, candidate, *rest)
+    def read(resumption: Any, candidate: Any) -> Any:
+        store: MutableStore = vars(resumption)["_store"]
+        core: Any = vars(store)["_core"]
+        core.overlay.touches[candidate.blocks[-1].key] = None
+        return real(resumption, candidate)
 
-    patch.setattr(restoring, "_restore", restore)
+    patch.setattr(restoring.MutableResumption, "_read", read)
 
 
 def hit_before_verified(patch: pytest.MonkeyPatch) -> None:
-    real = vars(restoring)["_restore"]
+    real = vars(restoring.MutableResumption)["_read"]
 
-    def restore(store: MutableStore, *rest: Any) -> Any:
-        counts = vars(store)["_core"].counts
+    def read(resumption: Any, candidate: Any) -> Any:
+        store: MutableStore = vars(resumption)["_store"]
+        counts: Any = vars(store)["_core"].counts
         counts.restores += 1
-        found = real(store, *rest)
+        found = real(resumption, candidate)
         counts.restores -= found is not None
         return found
 
-    patch.setattr(restoring, "_restore", restore)
+    patch.setattr(restoring.MutableResumption, "_read", read)
 
 
 def loss_not_told(patch: pytest.MonkeyPatch) -> None:
