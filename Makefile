@@ -20,7 +20,7 @@ crash: .venv/ready
 	@PYTHONPATH=tests $(BIN)/python -m crash $(ARGS)
 
 bench: .venv/ready
-	@$(BIN)/python benchmarks/bench.py $(ARGS)
+	@PYTHONPATH=tests $(BIN)/python benchmarks/bench.py $(ARGS)
 
 format: .venv/ready
 	$(BIN)/ruff format .

@@ -4,7 +4,7 @@
 
 Everything that is compared runs interleaved in random order. A ratio is the median over rounds of
 this arm's seconds by those of the arm it is against, with its quartiles. Machines drift: compare
-ratios, never seconds of two runs.
+ratios, never seconds of two runs. ``serving`` counts tokens, once, as a Markdown table.
 """
 
 import itertools
@@ -24,9 +24,12 @@ from payloads import QWEN3_6_27B, SMALL
 from restoring import IS_COLD_MEASURED, measure_restore
 from rich.console import Console
 from rich.table import Table
+from serving import markdown, measure_serving
 from storing import measure_capture, measure_store
 
 ENTRIES = 10_000
+# It counts, and is no comparison of seconds like the others.
+SERVING = "serving"
 
 
 def bench(
@@ -48,11 +51,15 @@ def bench(
     load_before = os.getloadavg()[0]
     rows: list[Row] = []
     measures = _measures(rounds=1 if quick else rounds, quick=quick)
-    chosen = list(measures) if only is None else only
-    if unknown := set(chosen) - set(measures):
-        raise typer.BadParameter(f"{min(unknown)} is none of {', '.join(measures)}")
+    known = [*measures, SERVING]
+    chosen = known if only is None else only
+    if unknown := set(chosen) - set(known):
+        raise typer.BadParameter(f"{min(unknown)} is none of {', '.join(known)}")
     for name in chosen:
         progress.print(name)
+        if name == SERVING:
+            _serve(directory, quick=quick, as_json=as_json)
+            continue
         with tempfile.TemporaryDirectory(prefix="walkback-bench-", dir=directory) as scratch:
             added = measures[name](Path(scratch))
         rows += added
@@ -94,6 +101,16 @@ def _measures(*, rounds: int, quick: bool) -> dict[str, Callable[[Path], list[Ro
         "lookup": lambda path: measure_lookup(path, rounds=rounds, order=order),
         "commit": lambda path: measure_commit(path, rounds=rounds, order=order),
     }
+
+
+def _serve(directory: Path | None, *, quick: bool, as_json: bool) -> None:
+    with tempfile.TemporaryDirectory(prefix="walkback-bench-", dir=directory) as scratch:
+        served = measure_serving(Path(scratch), quick=quick)
+    if as_json:
+        for row in served:
+            print(json.dumps(row.fields()), flush=True)
+    else:
+        print(f"\n{markdown(served)}\n")
 
 
 def _print(rows: list[Row]) -> None:
