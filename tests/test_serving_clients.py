@@ -51,7 +51,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[S
 
 def client_of(server: Server) -> OpenAI:
     return OpenAI(
-        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0, timeout=60
+        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0, timeout=120
     )
 
 
@@ -157,7 +157,7 @@ def curl(server: Server, path: str, *arguments: str, body: dict[str, Any] | None
             "--show-error",
             "--fail",
             "--max-time",
-            "60",
+            "120",
             *arguments,
             *posted,
             url,
