@@ -93,40 +93,47 @@ def _resumed(
     try:
         if on_restore is not None:
             on_restore(restoration)
-        yield prepare_generation(bound, token_ids, restoration, options)
+        stop = restoration.recording.stop
+        yield prepare_generation(bound, token_ids, restoration, options, stop=stop)
     finally:
         restoration.recording.finish()
 
 
 def prepare_generation(
-    bound: BoundModel, token_ids: list[int], restoration: Restoration, options: dict[str, Any]
+    bound: BoundModel,
+    token_ids: list[int],
+    restoration: Restoration,
+    options: dict[str, Any],
+    *,
+    stop: Callable[[int, list[Any]], object],
 ) -> tuple[list[int], dict[str, Any]]:
     """The token ids that mlx-lm is to prefill, and its options with our hooks in them.
 
-    What its one chunk size cannot express is prefilled here. Processors of logits see the token ids
+    ``stop`` is told each position where prefill pauses, and the cache that stands there. What
+    mlx-lm's one chunk size cannot express is prefilled here. Processors of logits see the token ids
     that were restored, as they do in a run from the start.
     """
     stride = bound.grid.checkpoint_tokens
-    cache, recording = restoration.cache, restoration.recording
+    cache = restoration.cache
     position = restoration.endpoint
     stops = list(restoration.stops)
     # mlx-lm has one chunk size, so the way to the last stop that is no multiple of it is ours.
-    while any((stop - position) % stride for stop in stops):
-        stop = stops.pop(0)
+    while any((each - position) % stride for each in stops):
+        end = stops.pop(0)
         with mx.stream(options.get("stream", generation_stream)):
-            for start in range(position, stop, stride):
-                chunk = token_ids[start : min(start + stride, stop)]
+            for start in range(position, end, stride):
+                chunk = token_ids[start : min(start + stride, end)]
                 bound.model(mx.array([chunk]), cache=cache)
                 mx.eval([leaf.state for leaf in cache])
-            recording.stop(stop, cache)
-        position = stop
+            stop(end, cache)
+        position = end
     start = position
     user_progress = options.get("prompt_progress_callback")
 
     def progress(done: int, total: int) -> None:
         # At the end mlx-lm has already queued the next token: the cache stands one further.
         if 0 < done < total and start + done in stops:
-            recording.stop(start + done, cache)
+            stop(start + done, cache)
         if user_progress is not None:
             user_progress(start + done, start + total)
 

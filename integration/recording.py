@@ -160,6 +160,7 @@ class MutableRecording:
         try:
             store.reserve(claim)
             captured = _capture(cache, layout, position, claim)
+            store.put(claim, _in_order(claim, captured), prefill_seconds=prefill_seconds)
         except CaptureRefusedError as error:
             refusal = NotStored(_REASONS[error.reason], str(error))
         except (PositionsDisagreeError, UnsupportedLayoutError) as error:
@@ -173,7 +174,6 @@ class MutableRecording:
             store.cancel(claim, refusal)
             raise
         else:
-            store.put(claim, _in_order(claim, captured), prefill_seconds=prefill_seconds)
             self._drop_settled()
             self._claims.append(claim)
             self._hold_tip()

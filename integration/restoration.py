@@ -96,6 +96,8 @@ class PendingRestore:
         self._request = request
         self._resumption: MutableResumption[MutableAssembly] | None = None
         self._reading: Future[None] | None = None
+        # What is held for a recording that is not made yet.
+        self._held: tuple[bytes, ...] = ()
         layout = binding.layout
         if layout is None:
             return
@@ -219,6 +221,8 @@ class PendingRestore:
             # The one place that catches broadly: whatever went wrong, the request prefills.
             log.exception("a restore failed; the prompt is prefilled from its start")
             self._resumption.cancel()
+            held, self._held = self._held, ()
+            self._binding.store.let_go(held)
             return self._failed(f"{type(error).__name__}: {error}", MissReason.FAILED)
 
     def _make(self, assembly: MutableAssembly) -> _Made:
@@ -227,6 +231,7 @@ class PendingRestore:
         # While the lease still stands: what the recording continues must not go in between.
         held = (self._chain.ending_at(assembly.endpoint).key,)
         self._binding.store.hold(held)
+        self._held = held
         return _Made(cache, held)
 
     def _recording(

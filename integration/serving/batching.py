@@ -5,7 +5,6 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
 # pyright: reportPrivateUsage=false
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -13,18 +12,16 @@ from typing import Any
 
 from mlx_lm.generate import BatchGenerator
 
-from ..recording import MutableRecording
+from .quiet import QuietRecording
 from .rows import adopted, can_be_adopted, row_of, unpadded
-from .session import MutableSession
-
-log = logging.getLogger("walkback")
+from .session import MutableSession, Prepared
 
 
 @dataclass(slots=True, kw_only=True)
 class _Row:
     """One request in the batch. Positions count from the start of its prompt."""
 
-    recording: MutableRecording | None
+    recording: QuietRecording
     # Where the generator's own progress begins to count.
     endpoint: int
     stops: frozenset[int]
@@ -63,9 +60,11 @@ class RecordingBatchGenerator(BatchGenerator):
         """As upstream's, cut once more at the stops of the request that is being served."""
         rows: list[_Row | None] = [None] * len(segments)
         prepared = self._session.take()
-        if prepared is not None and prepared.restoration is not None and len(segments) == 1:
-            row = _row_of(segments[0], prepared.restoration, prepared.token_ids)
+        row = None if prepared is None or len(segments) != 1 else _row_of(segments[0], prepared)
+        if row is not None:
             rows, segments = [row], [_cut(segments[0], row)]
+        elif prepared is not None:
+            prepared.cancel()
         uids: list[int] = super().insert_segments(
             segments, max_tokens, caches, all_tokens, *rest, **options
         )
@@ -85,7 +84,7 @@ class RecordingBatchGenerator(BatchGenerator):
 
     def _forget(self, uid: int) -> None:
         row = self._rows.pop(uid, None)
-        if row is not None and row.recording is not None:
+        if row is not None:
             row.recording.finish()
 
     def _make_batch(self, n: int) -> Any:
@@ -124,8 +123,6 @@ class RecordingBatchGenerator(BatchGenerator):
             self._stop(row, position, batch.prompt_cache, batch.uids.index(response.uid))
 
     def _after_token(self, response: Any, row: _Row) -> None:
-        if row.recording is None:
-            return
         if response.finish_reason is not None:
             self._decoded(row, response.all_tokens)
             self._stop(row, len(response.all_tokens), response.prompt_cache, None)
@@ -140,31 +137,30 @@ class RecordingBatchGenerator(BatchGenerator):
             self._stop(row, len(token_ids), batch.prompt_cache, index)
 
     def _decoded(self, row: _Row, token_ids: Sequence[int]) -> None:
-        assert row.recording is not None
         row.recording.extend(token_ids[row.known_tokens :])
         row.known_tokens = len(token_ids)
 
     def _stop(self, row: _Row, position: int, caches: Any, index: int | None) -> None:
         """Record a stop of one row of a batch, or of a cache of its own."""
-        if row.recording is None or not self._session.stores:
-            return
-        try:
-            row.recording.stop(position, caches if index is None else row_of(caches, index))
-        except Exception:
-            log.exception("a stop was not recorded")
+        if self._session.stores:
+            row.recording.stop(position, lambda: caches if index is None else row_of(caches, index))
 
 
-def _row_of(segments: list[list[int]], restoration: Any, token_ids: list[int]) -> _Row:
+def _row_of(segments: list[list[int]], prepared: Prepared) -> _Row | None:
+    """The row of a request; None if nothing of it is recorded."""
+    restoration, recording = prepared.restoration, prepared.recording
+    if restoration is None or recording is None:
+        return None
     # As upstream: the last token is a segment of its own.
     lengths = [len(segment) for segment in segments if segment]
     lengths[-1:] = [lengths[-1] - 1, 1] if lengths[-1] > 1 else [1]
     ends = accumulate(lengths, initial=restoration.endpoint)
     return _Row(
-        recording=restoration.recording,
+        recording=recording,
         endpoint=restoration.endpoint,
         stops=frozenset(restoration.stops),
         segment_ends=frozenset(ends),
-        known_tokens=len(token_ids),
+        known_tokens=len(prepared.token_ids),
     )
 
 

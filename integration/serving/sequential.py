@@ -8,16 +8,13 @@ cut has no prefix there: so it never reuses anything for a hybrid.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import dataclasses
-import logging
 from collections.abc import Generator
 from typing import Any, cast
 
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 from ..generation import prepare_generation
-from .session import MutableSession, Prepared
-
-log = logging.getLogger("walkback")
+from .session import MutableSession
 
 # What makes of a cache something else than was bound, or feeds it something else than token ids.
 _OPTIONS_OF_OTHERS = ("draft_model", "kv_bits", "input_embeddings")
@@ -33,32 +30,32 @@ def stream_generate(
     Prefill stops where the plan says, and the end of the answer is stored when the caller is done.
     """
     prepared = session.take()
+    restoration = None if prepared is None else prepared.restoration
+    recording = None if prepared is None else prepared.recording
     others = [name for name in _OPTIONS_OF_OTHERS if options.get(name) is not None]
-    if prepared is None or prepared.restoration is None or session.bound_to is None or others:
+    bound_to = session.bound_to
+    if not (prepared and restoration and recording and bound_to) or others:
+        if prepared is not None:
+            prepared.cancel()
         yield from _mlx_stream_generate(prompt=prompt, prompt_cache=prompt_cache, **options)
         return
-    bound = session.bound_to.bound
     # A prompt that resumes from nothing has a cache that the server made.
-    restoration = dataclasses.replace(prepared.restoration, cache=prompt_cache)
-    recording, tokens = restoration.recording, list[int]()
+    restoration = dataclasses.replace(restoration, cache=prompt_cache)
+    token_ids, answer = prepared.token_ids, list[int]()
     try:
-        rest, ours = prepare_generation(bound, prepared.token_ids, restoration, options)
+        rest, ours = prepare_generation(
+            bound_to.bound,
+            token_ids,
+            restoration,
+            options,
+            stop=lambda position, cache: recording.stop(position, lambda: cache),
+        )
         for response in _mlx_stream_generate(prompt=rest, **ours):
-            tokens.append(response.token)
+            answer.append(response.token)
             yield response
     finally:
-        if session.stores:
-            _record_end(prepared, tokens, prompt_cache)
+        if answer and session.stores:
+            # Every token that was yielded is in the cache.
+            recording.extend(answer)
+            recording.stop(len(token_ids) + len(answer), lambda: prompt_cache)
         recording.finish()
-
-
-def _record_end(prepared: Prepared, tokens: list[int], cache: list[Any]) -> None:
-    """Store the end of the answer: every token that was yielded is in the cache."""
-    assert prepared.restoration is not None
-    recording = prepared.restoration.recording
-    try:
-        if tokens:
-            recording.extend(tokens)
-            recording.stop(len(prepared.token_ids) + len(tokens), cache)
-    except Exception:
-        log.exception("the end of an answer was not recorded")

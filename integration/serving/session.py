@@ -22,6 +22,7 @@ from ..restoration import PendingRestore, Restoration
 from .figures import MemoryFigures, MemoryTier
 from .options import ServeOptions
 from .padding import padding_reaches_state
+from .quiet import QuietRecording
 from .turns import closing_ids
 
 log = logging.getLogger("walkback")
@@ -41,12 +42,20 @@ class Prepared:
     # What memory held when the reading began, and the reading; None if nothing is stored for it.
     beyond: int
     pending: PendingRestore | None
+    # What it resumes from, once that is known, and what is told of its stops: of both or neither.
     restoration: Restoration | None = None
+    recording: QuietRecording | None = None
 
     def cancel(self) -> None:
-        """Give up what nobody will finish."""
-        if self.pending is not None and self.restoration is None:
-            self.pending.cancel()
+        """Give up what nobody will finish, so that nothing stays leased or held. Never raises."""
+        recording, self.restoration, self.recording = self.recording, None, None
+        if recording is not None:
+            recording.finish()
+        elif self.pending is not None:
+            try:
+                self.pending.cancel()
+            except Exception:
+                log.exception("a restore could not be given up")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +175,10 @@ class MutableSession:
             return
         self._told.add(reason)
         log.warning("nothing is stored: %s", detail)
-        self.cache.store.refuse(NotStored(reason, detail), request=0, key=b"", position=0)
+        try:
+            self.cache.store.refuse(NotStored(reason, detail), request=0, key=b"", position=0)
+        except Exception:
+            log.exception("the journal was not told so")
 
 
 def local_directory(model: str) -> Path:

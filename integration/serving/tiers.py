@@ -17,6 +17,7 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache
 
 from ..restoration import Restoration
 from .figures import MemoryTier
+from .quiet import QuietRecording
 from .rows import compact
 from .session import MutableSession, Prepared
 
@@ -71,13 +72,15 @@ class TieredPromptCache(LRUPromptCache):
 
         Upstream gives none for a prompt that it holds entirely, and its batch generator raises.
         """
+        prepared = self._session.current(tokens)
         try:
-            prepared = self._session.current(tokens)
             if prepared is None or prepared.pending is None:
                 return self._from_memory(model, tokens)
             return self._deeper(model, tokens, prepared)
         except Exception:
             log.exception("a look into the cache failed; the prompt is prefilled from its start")
+            if prepared is not None:
+                prepared.cancel()
             return None, tokens
 
     def insert_cache(
@@ -120,12 +123,13 @@ class TieredPromptCache(LRUPromptCache):
         if restoration.endpoint <= depth and cache is not None:
             source = "memory"
             self._hits += 1
-            restoration.recording.finish()
+            QuietRecording(restoration.recording).finish()
             restoration = pending.adopt(cache, depth)
         if not self._session.stores:
             restoration = dataclasses.replace(restoration, stops=())
-        prepared.restoration = restoration
         _tell(restoration, source, len(tokens))
+        prepared.restoration = restoration
+        prepared.recording = QuietRecording(restoration.recording)
         endpoint = restoration.endpoint
         return (restoration.cache if endpoint else None), tokens[endpoint:]
 

@@ -1,0 +1,43 @@
+"""A recording that cannot hurt the request that it records."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..recording import MutableRecording
+
+log = logging.getLogger("walkback")
+
+
+class QuietRecording:
+    """A recording whose failures are lines in the log. One owner, as the recording's.
+
+    It is over once anything in it has failed: what it would store next might not go on from what is
+    stored. What was captured before is kept, and the request goes on.
+    """
+
+    def __init__(self, recording: MutableRecording) -> None:
+        self._recording = recording
+        self._is_over = False
+
+    def stop(self, position: int, make_cache: Callable[[], Sequence[Any]]) -> None:
+        """Store the boundary at ``position``, where the cache that ``make_cache`` gives stands."""
+        self._try(lambda: self._recording.stop(position, make_cache()))
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Tell what was decoded."""
+        self._try(lambda: self._recording.extend(token_ids))
+
+    def finish(self) -> None:
+        """End the recording. Twice is harmless."""
+        self._try(self._recording.finish)
+        self._is_over = True
+
+    def _try(self, step: Callable[[], object]) -> None:
+        if self._is_over:
+            return
+        try:
+            step()
+        except Exception:
+            log.exception("a recording failed; nothing more of its request is stored")
+            self.finish()
