@@ -31,7 +31,7 @@ CHATML = """{%- for m in messages -%}
 {% endif -%}"""
 
 
-def write_chat_model(directory: Path, name: str) -> None:
+def write_chat_model(directory: Path, name: str, *, seed: int = 0) -> None:
     """A folder that ``mlx_lm.load`` takes: the zoo's architecture, with random weights.
 
     Its tokens are bytes, so every text has a known number of them.
@@ -49,7 +49,7 @@ def write_chat_model(directory: Path, name: str) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     (directory / "chat_template.jinja").write_text(CHATML)
     config = _with_ending(CONFIGS[name])
-    model = build_tiny_model(config, dtype=DTYPES[name])
+    model = build_tiny_model(config, dtype=DTYPES[name], seed=seed)
     weights = dict(sorted_parameters(model))
     mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})
     (directory / "config.json").write_text(json.dumps(config))

@@ -39,16 +39,10 @@ class Answer:
 
 
 @dataclass(slots=True, kw_only=True)
-class Server:
-    """A running server. ``log`` is what it has written."""
+class Client:
+    """Speaks to the server on a port of this machine. HTTPError for every status but 200."""
 
-    process: "subprocess.Popen[bytes]"
     port: int
-    log_path: Path
-
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as reply:
@@ -83,6 +77,18 @@ class Server:
                 content = line.decode().removeprefix("data: ").strip()
                 if line.startswith(b"data: ") and content != "[DONE]":
                     yield json.loads(content)
+
+
+@dataclass(slots=True, kw_only=True)
+class Server(Client):
+    """A running server. ``log`` is what it has written."""
+
+    process: "subprocess.Popen[bytes]"
+    log_path: Path
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
 
     def await_durable(self) -> None:
         """Wait until nothing of ours waits for the disk: SIGKILL costs nothing then."""
