@@ -13,7 +13,7 @@ test: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile $(ARGS)
 
 # Every crash layer at length, then every mutant: half an hour on two cores. ARGS=--help says more.
 crash: .venv/ready

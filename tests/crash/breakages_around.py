@@ -46,13 +46,15 @@ def headers_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reader, "_compare", compare)
 
 
+def _core_of(resumption: Any) -> Any:
+    return vars(vars(resumption)["_store"])["_core"]
+
+
 def touched_before_verified(patch: pytest.MonkeyPatch) -> None:
     real = vars(restoring.MutableResumption)["_read"]
 
     def read(resumption: Any, candidate: Any) -> Any:
-        store: MutableStore = vars(resumption)["_store"]
-        core: Any = vars(store)["_core"]
-        core.overlay.touches[candidate.blocks[-1].key] = None
+        _core_of(resumption).overlay.touches[candidate.blocks[-1].key] = None
         return real(resumption, candidate)
 
     patch.setattr(restoring.MutableResumption, "_read", read)
@@ -62,8 +64,7 @@ def hit_before_verified(patch: pytest.MonkeyPatch) -> None:
     real = vars(restoring.MutableResumption)["_read"]
 
     def read(resumption: Any, candidate: Any) -> Any:
-        store: MutableStore = vars(resumption)["_store"]
-        counts: Any = vars(store)["_core"].counts
+        counts = _core_of(resumption).counts
         counts.restores += 1
         found = real(resumption, candidate)
         counts.restores -= found is not None
