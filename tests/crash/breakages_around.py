@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -47,7 +47,8 @@ def headers_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 def _core_of(resumption: Any) -> Any:
-    return vars(vars(resumption)["_store"])["_core"]
+    store = cast(MutableStore, getattr(resumption, "_store"))  # noqa: B009 - private
+    return vars(store)["_core"]
 
 
 def touched_before_verified(patch: pytest.MonkeyPatch) -> None:
