@@ -92,10 +92,9 @@ TYPES_ONLY = {
 MAY_CATCH_ANYTHING = {
     "integration/restoration.py",
     "integration/recording.py",
-    "integration/serving/batching.py",
     "integration/serving/pages.py",
+    "integration/serving/quiet.py",
     "integration/serving/requests.py",
-    "integration/serving/sequential.py",
     "integration/serving/session.py",
     "integration/serving/tiers.py",
     "store/committer.py",
