@@ -28,9 +28,13 @@ def violations(
 
 
 def violations_on_disk(
-    state: State, files: Files, *, in_flight: Set[FileName] | None = None
+    state: State,
+    files: Files,
+    *,
+    in_flight: Set[FileName] | None = None,
+    leftovers: Set[str] = frozenset(),
 ) -> Iterator[str]:
-    """As ``violations``, of the files alone."""
+    """As ``violations``, of the files alone. ``leftovers`` are paths that the close will remove."""
     expected = {
         entry.file: entry
         for table in (state.blocks, state.sidecars)
@@ -52,13 +56,17 @@ def violations_on_disk(
     for file in sorted(on_disk - expected.keys() - state.doomed.keys() - in_flight):
         if file not in state.quarantined and file.epoch not in unswept:
             yield f"{file.path} is named by no event: nothing uses it, delete it"
-    yield from _misplaced(state, files, unswept, in_flight)
+    yield from _misplaced(state, files, unswept, in_flight, leftovers)
 
 
 def _misplaced(
-    state: State, files: Files, unswept: Set[int], in_flight: Set[FileName]
+    state: State,
+    files: Files,
+    unswept: Set[int],
+    in_flight: Set[FileName],
+    leftovers: Set[str],
 ) -> Iterator[str]:
-    staged = {file.staging_path for file in in_flight}
+    staged = {file.staging_path for file in in_flight} | leftovers
     for name in names_in(files, "staging"):
         path = f"staging/{name}"
         is_ours = NUMBER.fullmatch(name[:8]) is not None
@@ -69,7 +77,7 @@ def _misplaced(
     for name in names_in(files, "quarantine"):
         if f"quarantine/{name}" not in quarantined | doomed:
             yield f"quarantine/{name} is named by no event: delete it, or keep it elsewhere"
-    segments = {segment.path for segment in state.segments.values()}
+    segments = {segment.path for segment in state.segments.values()} | leftovers
     for name in names_in(files, "archive"):
         if f"archive/{name}" not in segments and not unswept:
             yield f"archive/{name} is named by no event: delete it, or keep it elsewhere"

@@ -226,6 +226,7 @@ class MutableCommitter:
             core.stop_writing(Mode.OFFLINE, str(error))
             return
         except WalkbackError as error:
+            self._leave_segment_to_the_close()
             core.stop_writing(Mode.READING, f"the journal could not be compacted: {error}")
             return
         with core.lock:

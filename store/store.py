@@ -257,6 +257,7 @@ class MutableStore:
         with core.lock:
             found = list(invariants.violations(core.state))
             copy = State.from_records(core.state.sequence, list(core.state.records()))
+            leftovers = frozenset(core.leftovers)
             in_flight = {
                 each.writing.file
                 for each in core.overlay.in_flight.values()
@@ -264,7 +265,7 @@ class MutableStore:
             }
         yield from found
         # The disk is looked at without the lock, so a store that is busy meanwhile may show.
-        yield from violations_on_disk(copy, core.files, in_flight=in_flight)
+        yield from violations_on_disk(copy, core.files, in_flight=in_flight, leftovers=leftovers)
 
     def close(self) -> None:
         """Store what was put, end the epoch and let go of the directory. Closing twice is harmless.
