@@ -73,7 +73,8 @@ class PreparingResponseGenerator(ResponseGenerator):
             try:
                 prepared = self._prepare(bound_to, request, args)
             except Exception:
-                log.debug("a request was not prepared", exc_info=True)
+                # Ours or the client's fault: upstream tokenises it again, and says which.
+                log.warning("a request goes uncached: it was not prepared", exc_info=True)
         if prepared is None:
             return super()._tokenize(tokenizer, request, args)
         self._session.put(prepared)
