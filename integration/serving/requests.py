@@ -73,7 +73,6 @@ class PreparingResponseGenerator(ResponseGenerator):
             try:
                 prepared = self._prepare(bound_to, request, args)
             except Exception:
-                # Ours or the client's fault: upstream tokenises it again, and says which.
                 log.warning("a request goes uncached: it was not prepared", exc_info=True)
         if prepared is None:
             return super()._tokenize(tokenizer, request, args)
@@ -89,9 +88,14 @@ class PreparingResponseGenerator(ResponseGenerator):
     def _prepare(self, bound_to: BoundTo, request: Any, args: Any) -> Prepared | None:
         """Tokenise a copy of a request and begin to read its prefix; None if it has images."""
         # The server's tokenising changes messages in place.
-        token_ids, _, _, initial_state, vision = super()._tokenize(
-            bound_to.tokenizer, copy.deepcopy(request), args
-        )
+        try:
+            token_ids, _, _, initial_state, vision = super()._tokenize(
+                bound_to.tokenizer, copy.deepcopy(request), args
+            )
+        except Exception:
+            # The client's fault: upstream meets it again, and answers with it.
+            log.debug("a request cannot be tokenised", exc_info=True)
+            return None
         if vision is not None or not token_ids:
             return None
         bound = bound_to.bound
