@@ -28,6 +28,8 @@ LAYERS: dict[str, set[str]] = {
 # The commands that run a model. The other tools work where no mlx is installed.
 RUNS_A_MODEL = {
     "tools/demo.py",
+    "tools/demo_cases.py",
+    "tools/demo_processes.py",
     "tools/demo_run.py",
     "tools/demo_worker.py",
     "tools/oracle.py",
@@ -161,7 +163,7 @@ def test_the_walk_sees_the_imports_that_it_is_to_judge() -> None:
     assert "lmdb" in absolute(ROOT / "journal/environment.py")
     assert "mlx" in absolute(ROOT / "restore/materialise.py")
     assert {"journal/events.py", "store/store.py"} <= inside(ROOT / "restore/walkback.py")
-    assert "integration/cache.py" in inside(ROOT / "tools/demo.py")
+    assert "integration/cache.py" in inside(ROOT / "tools/demo_cases.py")
     assert {
         "integration/binding.py",
         "integration/serving/turns.py",

@@ -4,51 +4,36 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import json
-import os
 import resource
 import secrets
-import signal
-import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from mlx_lm.utils import load_model
 from rich.console import Console
 from rich.table import Table
 
-from ..integration.binding import BoundModel
-from ..integration.cache import Cache
 from ..integration.tiny import TINY_QWEN3_5, write_tiny_model
 from ..journal.errors import SettingsError
 from ..journal.events import Record
-from ..journal.words import Kind
 from ..restore.plan import Grid
 from ..store.audit import Audit
 from ..store.findings import findings
 from ..store.statistics import holdings_of
+from .demo_cases import Case, cases_of, first_tokens, step_of
+from .demo_processes import kill_while_storing, oracle, replay_in_a_fresh_process
 from .demo_run import GREEDY_TOKENS, Run, Setup, made_up_prompt, run_prompt, vocabulary_of
 from .output import CLEAN, FINDINGS, run
 
 _COLUMNS = ("prompt_tokens", "endpoint_tokens", "uncached_tokens", "sidecars", "walkbacks")
 _TIMES = ("header_ms", "bytes_ms", "prefill_s", "first_token_s")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
-    """One row: a prompt, where it must resume, and what is done to the cache before it."""
-
-    name: str
-    prompt: list[int]
-    endpoint: int
-    walkbacks: int = 0
-    before: Callable[[Cache, BoundModel], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +94,7 @@ def _demo(model: Path | None, directory: Path | None, *, as_json: bool, grid: Gr
             checkpoint_tokens=grid.checkpoint_tokens,
             salt=f"demo {secrets.token_hex(8)}",
         )
-        ask = stack.enter_context(_oracle(setup))
+        ask = stack.enter_context(oracle(setup))
         rows, summary = _run_all(setup, scratch, ask, progress, as_json=as_json)
     summary["faults"] = [f"{row.run.run}: {fault}" for row in rows for fault in row.faults]
     if as_json:
@@ -130,8 +115,10 @@ def _run_all(
     model: Any = load_model(setup.model_dir)[0]
     vocabulary = vocabulary_of(model)
     rows: list[_Row] = []
+    runs: list[Run] = []
 
-    def add(case: _Case, run: Run) -> None:
+    def add(case: Case, run: Run) -> None:
+        runs.append(run)
         rows.append(_judged(case, run, ask(case.prompt)))
         if as_json:
             print(json.dumps(rows[-1].fields()), flush=True)
@@ -140,9 +127,9 @@ def _run_all(
         bound = cache.bind(model, setup.model_dir)
         if bound.layout is None:
             raise SettingsError(f"nothing of this model would be stored: {bound.unsupported}")
-        first = made_up_prompt(_first_tokens(setup), seed=1, vocabulary=vocabulary)
-        step = _step_of(setup, bound)
-        cases = list(_cases(setup, bound, first, vocabulary, rows))
+        first = made_up_prompt(first_tokens(setup), seed=1, vocabulary=vocabulary)
+        step = step_of(setup, bound)
+        cases = list(cases_of(setup, bound, first, vocabulary, runs))
         for number, make in enumerate(cases, start=1):
             case = make()
             progress.print(f"{number:2} of {len(cases) + 1}  {case.name}")
@@ -153,14 +140,14 @@ def _run_all(
         statistics = cache.statistics()
     name = "fresh process after SIGKILL"
     progress.print(f"{len(cases) + 1:2} of {len(cases) + 1}  {name}")
-    victim = made_up_prompt(_first_tokens(setup), seed=2, vocabulary=vocabulary)
-    _kill_while_storing(setup, scratch, victim)
+    victim = made_up_prompt(first_tokens(setup), seed=2, vocabulary=vocabulary)
+    kill_while_storing(setup, scratch, victim)
     # The next turn, which begins like the first prompt, may have stored more of it.
     next_turn = len(first) + GREEDY_TOKENS + setup.checkpoint_tokens // 4
     stored = (next_turn - 1) // setup.checkpoint_tokens * setup.checkpoint_tokens
     endpoint = min((len(first) - 1) // step * step, stored)
-    case = _Case(name=name, prompt=first, endpoint=endpoint)
-    add(case, _replay_in_a_fresh_process(setup, scratch, first))
+    case = Case(name=name, prompt=first, endpoint=endpoint)
+    add(case, replay_in_a_fresh_process(setup, scratch, first))
     with Audit.open(setup.directory) as audit:
         assert audit.state is not None, audit.damage
         holdings = holdings_of(audit.state)
@@ -181,70 +168,7 @@ def _run_all(
     return rows, summary
 
 
-def _step_of(setup: Setup, bound: BoundModel) -> int:
-    """Where a prompt can be cut: plain attention at every block, point state at checkpoints."""
-    assert bound.layout is not None
-    return setup.checkpoint_tokens if bound.layout.has_point_state else setup.block_tokens
-
-
-def _first_tokens(setup: Setup) -> int:
-    """The first prompt: four checkpoints and a rest."""
-    return 4 * setup.checkpoint_tokens + setup.checkpoint_tokens // 3
-
-
-def _cases(
-    setup: Setup, bound: BoundModel, first: list[int], vocabulary: int, rows: list[_Row]
-) -> Iterator[Callable[[], _Case]]:
-    """The rows, in order, each made when its turn comes: a next turn needs the answer before it."""
-    stride = setup.checkpoint_tokens
-    step = _step_of(setup, bound)
-
-    def resumes_at(token_count: int) -> int:
-        return min(token_count // step * step, 4 * stride)
-
-    def more(token_count: int, seed: int) -> list[int]:
-        return made_up_prompt(token_count, seed=seed, vocabulary=vocabulary)
-
-    yield lambda: _Case(name="cold", prompt=first, endpoint=0)
-    yield lambda: _Case(name="exact replay", prompt=first, endpoint=4 * stride)
-    for checkpoint in (3, 2, 1):
-        length = checkpoint * stride + stride // 2
-        yield lambda length=length: _Case(
-            name=f"rewind to {length}", prompt=first[:length], endpoint=resumes_at(length - 1)
-        )
-    yield lambda: _Case(
-        name="next turn",
-        prompt=[*first, *rows[0].run.tokens, *more(stride // 4, seed=3)],
-        endpoint=4 * stride,
-    )
-    middle = 2 * stride + stride // 4
-    yield lambda: _Case(
-        name=f"edit at {middle}",
-        prompt=[*first[:middle], *more(8, seed=4), *first[middle + 8 :]],
-        endpoint=resumes_at(middle),
-    )
-    yield lambda: _Case(
-        name="newest sidecar deleted",
-        prompt=first,
-        endpoint=4 * stride - step,
-        walkbacks=1,
-        before=lambda cache, bound: _newest_path(cache, bound, first).unlink(),
-    )
-    yield lambda: _Case(
-        name="newest sidecar: a byte flipped",
-        prompt=first,
-        endpoint=4 * stride - step,
-        walkbacks=1,
-        before=lambda cache, bound: _flip_a_byte(_newest_path(cache, bound, first)),
-    )
-    yield lambda: _Case(
-        name=f"exactly {3 * stride} tokens",
-        prompt=first[: 3 * stride],
-        endpoint=resumes_at(3 * stride - 1),
-    )
-
-
-def _judged(case: _Case, run: Run, answer: dict[str, Any]) -> _Row:
+def _judged(case: Case, run: Run, answer: dict[str, Any]) -> _Row:
     faults: list[str] = []
     equal = run.logits == answer["logits"] and run.tokens == answer["tokens"]
     if not equal:
@@ -254,86 +178,6 @@ def _judged(case: _Case, run: Run, answer: dict[str, Any]) -> _Row:
     if run.walkbacks != case.walkbacks:
         faults.append(f"walked back {run.walkbacks} times, not {case.walkbacks}")
     return _Row(run=run, equal=equal, faults=faults)
-
-
-@contextmanager
-def _oracle(setup: Setup) -> Generator[Callable[[list[int]], dict[str, Any]]]:
-    """mlx-lm alone, in a process of its own. Equal prompts are computed once."""
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("oracle.py").resolve()),
-        str(setup.model_dir),
-        str(setup.checkpoint_tokens),
-        str(GREEDY_TOKENS),
-    ]
-    answers: dict[tuple[int, ...], dict[str, Any]] = {}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-
-        def ask(prompt: list[int]) -> dict[str, Any]:
-            key = tuple(prompt)
-            if key not in answers:
-                assert child.stdin is not None and child.stdout is not None
-                child.stdin.write(json.dumps(prompt) + "\n")
-                child.stdin.flush()
-                line = child.stdout.readline()
-                if not line:
-                    raise RuntimeError("the oracle process ended; its message is above")
-                answers[key] = json.loads(line)
-            return answers[key]
-
-        try:
-            yield ask
-        finally:
-            child.kill()
-
-
-def _newest_path(cache: Cache, bound: BoundModel, prompt: list[int]) -> Path:
-    """The file of a prompt's newest sidecar, or block if there are none: found as anybody could."""
-    endpoint = bound.grid.stops(len(prompt))[-1]
-    assert bound.layout is not None
-    kind = Kind.SIDECAR if bound.layout.has_point_state else Kind.BLOCK
-    state = {
-        entry.key: entry
-        for entry in cache.store.entries(kind)
-        if entry.end == endpoint and entry.namespace == bound.namespace
-    }
-    entry = next(state[link.key] for link in bound.chain(prompt) if link.key in state)
-    assert entry.file is not None
-    return cache.store.files.root / entry.file.path
-
-
-def _flip_a_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-100] ^= 0x10
-    path.write_bytes(content)
-
-
-def _worker(setup: Setup, scratch: Path, role: str, prompt: list[int]) -> list[str]:
-    prompt_file = scratch / f"{role}.json"
-    prompt_file.write_text(json.dumps(prompt))
-    command = [sys.executable, "-m", "walkback.tools.demo_worker", role]
-    return [*command, setup.to_json(), str(prompt_file)]
-
-
-def _kill_while_storing(setup: Setup, scratch: Path, prompt: list[int]) -> None:
-    """Start a process that stores another prompt, and kill it in the middle of that."""
-    command = _worker(setup, scratch, "victim", prompt)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        lines: IO[str] | None = child.stdout
-        assert lines is not None
-        stored = [lines.readline() for _ in range(2)]
-        os.kill(child.pid, signal.SIGKILL)
-    if not all(line.startswith("storing") for line in stored):
-        raise RuntimeError("the process that was to be killed ended before; its message is above")
-
-
-def _replay_in_a_fresh_process(setup: Setup, scratch: Path, prompt: list[int]) -> Run:
-    done = subprocess.run(
-        _worker(setup, scratch, "replay", prompt), stdout=subprocess.PIPE, text=True, check=True
-    )
-    return Run(**json.loads(done.stdout))
 
 
 def _peak_rss_bytes() -> int:
