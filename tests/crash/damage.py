@@ -178,7 +178,7 @@ def survey(report: MutableReport) -> None:
     """All of it, in a process without threads."""
     with steady(), scratch_directory() as scratch:
         found = specimens(scratch / "cache")
-        report.histories += 1
+        report.told("specimens")
         judge_all(report, cases(report, found), scratch)
 
 
@@ -187,4 +187,4 @@ def run(report: MutableReport) -> None:
     run_apart(survey, report, os.environ)
 
 
-LAYER = Layer("damage", run, quick_share=0.008, full_share=0.35)
+LAYER = Layer("damage", run, quick_share=0.008, full_share=0.5)

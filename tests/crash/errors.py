@@ -144,7 +144,7 @@ def run_at_the_seam(report: MutableReport) -> None:
             silent = TroubleAtTheSeam(None)
             with short_writes(silent):
                 _rehearse(scene, bases[scene.base], scratch, silent)
-            report.histories += 1
+            report.told("seam", scene.name)
             for fault in faults_of(silent.counts):
                 if fault == _A_NEW_MAP_IS_FULL and scene.base == "none":
                     continue
@@ -164,7 +164,7 @@ def run_below_lmdb(report: MutableReport) -> None:
         for scene in SCENES:
             silent = TroubleBelowLmdb(None)
             _rehearse(scene, bases[scene.base], scratch, silent)
-            report.histories += 1
+            report.told("libc", scene.name)
             for fault in libc_faults_of(silent.steps()):
                 state = report.takes("libc", scene.name, *fault)
                 if state is not None and not report.is_over:

@@ -307,9 +307,10 @@ def run(report: MutableReport) -> None:
         environment = preloaded_environment(scratch)
 
         def told(faults: Sequence[Fault]) -> list[Told | str]:
-            place = scratch / f"told{report.histories}"
+            place = scratch / f"told{len(report.histories)}"
             place.mkdir()
-            report.histories += len(faults)
+            for fault in faults:
+                report.told(*fault)
             return run_with_interposer(environment, effort.mutant, told_with_faults, place, faults)
 
         [plain] = told([NO_FAULT])
@@ -328,4 +329,4 @@ def run(report: MutableReport) -> None:
                     return
 
 
-LAYER = Layer("failed sync", run, quick_share=0.06, full_share=0.4)
+LAYER = Layer("failed sync", run, quick_share=0.06, full_share=0.6)

@@ -190,7 +190,7 @@ def judge(report: MutableReport, state: bytes, killed: Killed, ending: Ending, *
 def kill_recoveries(report: MutableReport, kept: list[Killed], weapon: Weapon) -> None:
     """Kill the openings of caches that were left by a kill."""
     for outer in kept:
-        report.histories += 1
+        report.told(weapon.name, *outer.identity)
         root = outer.root.with_name("recovering") / _CACHE
         steps = _in_a_copy(outer.root, root, partial(recover, root, weapon, None))
         for death in deaths_of(steps.said.decode().splitlines()):
@@ -297,7 +297,7 @@ def _kill(report: MutableReport, weapon: Weapon) -> MutableRehearsal:
         os.chdir(scratch / "server")
         server = MutableServer(report, rehearsal, scratch)
         server.tell()
-        report.histories += 1
+        report.told(weapon.name)
         kill_recoveries(report, server.kept, weapon)
         os.chdir("/")
     return rehearsal
@@ -323,4 +323,4 @@ def run(report: MutableReport) -> None:
             run_apart(kill_below_lmdb, report, preloaded_environment(Path(scratch)))
 
 
-LAYER = Layer("kill", run, full_share=0.5, quick_share=0.02)
+LAYER = Layer("kill", run, quick_share=0.02)

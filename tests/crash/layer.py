@@ -41,7 +41,8 @@ class MutableReport:
 
     layer: str
     effort: Effort
-    histories: int = 0
+    # By their identity: each process tells some of them again.
+    histories: set[bytes] = field(default_factory=set[bytes])
     states: set[bytes] = field(default_factory=set[bytes])
     failures: list[str] = field(default_factory=list[str])
     # States of some kind, such as "inside a store".
@@ -67,6 +68,10 @@ class MutableReport:
             return None
         luck = int.from_bytes(blake3(state + b"%d" % effort.seed).digest(8), "little")
         return state if luck < effort.share * _WHOLE else None
+
+    def told(self, *identity: object) -> None:
+        """A history was told, which is the same in every process that tells it."""
+        self.histories.add(state_of(*identity))
 
     def looked(self, state: bytes, *kinds: str) -> None:
         """``state`` was looked at."""

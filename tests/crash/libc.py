@@ -108,7 +108,7 @@ def moments_inside_recoveries(
         environment, report.effort.mutant, told_recoveries, directories
     )
     for moment, disk, told, directory in zip(chosen, disks, recoveries, directories, strict=True):
-        report.histories += 1
+        report.told("recovery", directory.name)
         yield moments_of(disk, told, moment.legal, f"{moment.step}, then ")
         require_that_all_was_seen(disk, directory)
         shutil.rmtree(directory)
@@ -127,7 +127,7 @@ def run(report: MutableReport) -> None:
         told = run_with_interposer(environment, effort.mutant, told_story, directory)
         moments = moments_of(disk, told, NOTHING)
         require_that_all_was_seen(disk, directory)
-        report.histories += 1
+        report.told("story")
         judge_all(report, survey(report, moments), scratch)
         if report.is_over:
             return

@@ -30,7 +30,7 @@ from .world import Legal, World, settle, wait_for_refused
 MakeRecording = Callable[[Path, Disk, Callable[[str], None]], RecordingFiles]
 
 # Recoveries that are recorded of each kind of moment.
-_IMAGES_EACH = 3
+_IMAGES_EACH = 4
 # Random disks of a moment, and how many combinations are all built inside recoveries.
 _RANDOM_COUNT = 40
 _FEW = 1 << 7
@@ -183,7 +183,7 @@ def run_story(report: MutableReport) -> None:
     state = report.takes("told")
     if state is None:
         return
-    report.histories += 1
+    report.told("story")
     report.looked(state)
     with steady(), scratch_directory() as scratch:
         try:
@@ -195,7 +195,7 @@ def run_story(report: MutableReport) -> None:
 def run(report: MutableReport) -> None:
     """Crashes of the story."""
     with steady(), scratch_directory() as scratch:
-        report.histories += 1
+        report.told("story")
         survey(report, _recorded(scratch), scratch)
 
 
@@ -210,7 +210,7 @@ def run_recovery(report: MutableReport) -> None:
             images = list(images_of(moment, randomness))
             for image, is_power_loss in randomness.sample(images, min(len(images), _IMAGES_EACH)):
                 inner = moments_inside_recovery(image, moment, scratch, is_power_loss=is_power_loss)
-                report.histories += 1
+                report.told(moment.step, is_power_loss, image.identity)
                 survey(report, inner, scratch, "inside recovery", combinations_max=_FEW)
                 if report.is_over:
                     return

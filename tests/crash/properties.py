@@ -490,7 +490,8 @@ def run(report: MutableReport) -> None:
     machine = type("Cache", (Cache,), {"report": report})
     count = max(4, round(_EXAMPLES * effort.share / effort.parts))
     said: list[str] = []
-    report.histories += count
+    for number in range(count):
+        report.told(effort.part, number)
     with (
         steady(),
         pytest.MonkeyPatch.context() as patch,

@@ -90,7 +90,7 @@ def rows(pool: Executor, names: list[str], effort: Effort) -> Iterator[Row]:
         reports = [future.result() for future in futures]
         yield Row(
             layer=name,
-            histories=sum(report.histories for report in reports),
+            histories=len(set[bytes]().union(*(report.histories for report in reports))),
             states=len(set[bytes]().union(*(report.states for report in reports))),
             seconds=max(report.seconds for report in reports),
             failures=[failure for report in reports for failure in report.failures],
