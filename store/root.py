@@ -27,10 +27,11 @@ from pathlib import Path
 import cbor2
 from blake3 import blake3
 
-from ..journal.environment import FOLDER, may_be_truncated
+from ..journal.environment import FOLDER
 from ..journal.errors import CacheLockedError, FormatError, RootRefusedError
 from ..journal.files import Files
 from ..journal.head import Head
+from ..journal.meta_page import may_be_truncated
 
 FORMAT = 1
 FOLDERS = ("archive", "backup", "blocks", "quarantine", "sidecars", "staging")
