@@ -46,9 +46,11 @@ def deletions_in_turn() -> Generator[None]:
     def settle_deletions(store: MutableStore, timeout_seconds: float = 30.0) -> None:
         nonlocal is_waited_for
         is_waited_for = True
-        core = vars(store)["_core"]
+        core, janitor = vars(store)["_core"], vars(store)["_janitor"]
         with core.lock:
             core.lock.notify_all()
+            # Also for the next try of what was refused, which nobody else waits for.
+            core.lock.wait_for(lambda: not real_has_work(janitor), timeout_seconds)
         real_settle(store, timeout_seconds)
         is_waited_for = False
 
