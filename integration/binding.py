@@ -13,6 +13,7 @@ from ..journal.errors import CacheClosedError
 from ..journal.words import Kind
 from ..restore.candidates import Match, match
 from ..restore.identity import BlockLink, Namespace
+from ..restore.images import ImageSpan
 from ..restore.layout import Layout
 from ..restore.plan import Grid
 from ..store.lookup import Located, View
@@ -70,21 +71,25 @@ class BoundModel:
         prompt: Sequence[int] | mx.array,
         *,
         turn_ends: Iterable[int] = (),
+        images: Iterable[ImageSpan] = (),
         headroom_tokens: int = DECODE_HEADROOM_TOKENS,
     ) -> Restoration:
         """Resume a prompt from the newest valid point. A miss gives a fresh cache and a reason.
 
         ``turn_ends`` are positions where a conversation may go on from: prefill stops there too.
-        The buffers have room for the prompt and ``headroom_tokens`` more. Nothing that the disk
-        holds or does raises here.
+        ``images`` are those of the prompt, all of them: what is computed from other images is not
+        taken, and the endpoint is in none of them, so that each image is wholly cached or wholly
+        the caller's to embed. The buffers have room for the prompt and ``headroom_tokens`` more.
+        Nothing that the disk holds or does raises here.
         """
-        return self._pending(prompt, turn_ends, headroom_tokens, 0, None).finish()
+        return self._pending(prompt, turn_ends, images, headroom_tokens, 0, None).finish()
 
     def start_restore(
         self,
         prompt: Sequence[int] | mx.array,
         *,
         turn_ends: Iterable[int] = (),
+        images: Iterable[ImageSpan] = (),
         headroom_tokens: int = DECODE_HEADROOM_TOKENS,
         beyond: int = 0,
     ) -> PendingRestore:
@@ -94,19 +99,20 @@ class BoundModel:
         it. Two are read at a time; each takes the memory of its prompt. A caller that has a cache
         of ``beyond`` tokens has nothing read unless it is deeper.
         """
-        return self._pending(prompt, turn_ends, headroom_tokens, beyond, self._readers())
+        return self._pending(prompt, turn_ends, images, headroom_tokens, beyond, self._readers())
 
     def _pending(
         self,
         prompt: Sequence[int] | mx.array,
         turn_ends: Iterable[int],
+        images: Iterable[ImageSpan],
         headroom_tokens: int,
         beyond: int,
         readers: Executor | None,
     ) -> PendingRestore:
         return PendingRestore(
             self._binding,
-            chain_of(self._binding, token_ids_of(prompt)),
+            chain_of(self._binding, token_ids_of(prompt), images),
             turn_ends=turn_ends,
             request=next(self._requests),
             headroom_tokens=headroom_tokens,
@@ -114,7 +120,7 @@ class BoundModel:
             readers=readers,
         )
 
-    def lookup(self, prompt: Sequence[int] | mx.array) -> int:
+    def lookup(self, prompt: Sequence[int] | mx.array, *, images: Iterable[ImageSpan] = ()) -> int:
         """How many tokens of a prompt the index can restore now, to order or to route requests by.
 
         Opens no file, keeps nothing from eviction and counts nothing; a restore may yet find less.
@@ -123,7 +129,7 @@ class BoundModel:
         layout = self.layout
         if layout is None:
             return 0
-        chain = chain_of(self._binding, token_ids_of(prompt))
+        chain = chain_of(self._binding, token_ids_of(prompt), images)
 
         def choose(view: View) -> tuple[Match, Sequence[Located]]:
             return match(view, chain, needs_sidecar=layout.has_point_state), ()
@@ -135,7 +141,12 @@ class BoundModel:
         return 0 if found.candidate is None else found.candidate.endpoint
 
     def report_bad(
-        self, prompt: Sequence[int] | mx.array, endpoint: int, *, detail: str = ""
+        self,
+        prompt: Sequence[int] | mx.array,
+        endpoint: int,
+        *,
+        images: Iterable[ImageSpan] = (),
+        detail: str = "",
     ) -> None:
         """Drop what a prompt resumed from at ``endpoint``, after it gave wrong results.
 
@@ -147,7 +158,7 @@ class BoundModel:
             ValueError: the prompt has no boundary there, as at 0.
             CacheClosedError, NotRecordedError: nothing was dropped.
         """
-        chain = chain_of(self._binding, token_ids_of(prompt))
+        chain = chain_of(self._binding, token_ids_of(prompt), images)
         # What was computed behind a tail hangs below the full block above it, or, in the first
         # block, is the full block itself.
         full = endpoint // chain.block_tokens * chain.block_tokens
@@ -156,9 +167,11 @@ class BoundModel:
         for link in bad:
             self._binding.store.operator.report_bad(Kind.BLOCK, link.key, detail)
 
-    def chain(self, token_ids: Sequence[int]) -> tuple[BlockLink, ...]:
+    def chain(
+        self, token_ids: Sequence[int], images: Iterable[ImageSpan] = ()
+    ) -> tuple[BlockLink, ...]:
         """The full blocks of a prompt with their keys in this cache."""
-        return chain_of(self._binding, token_ids).links
+        return chain_of(self._binding, token_ids, images).links
 
     def generate_step(self, prompt: Sequence[int] | mx.array, **options: Any) -> Any:
         """mlx-lm's ``generate_step`` over this cache: see ``walkback.generate_step``."""

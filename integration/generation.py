@@ -14,6 +14,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 from ..journal.errors import SettingsError
+from ..restore.images import ImageSpan
 from .binding import DECODE_HEADROOM_TOKENS, BoundModel, token_ids_of
 from .restoration import Restoration
 
@@ -22,7 +23,7 @@ _REFUSED_OPTIONS = {
     "prompt_cache": "the cache is walkback's to make",
     "kv_bits": "quantised KV is not stored yet",
     "max_kv_size": "rotating KV is not stored yet",
-    "input_embeddings": "embeddings have no token ids to key them by",
+    "input_embeddings": "only with images=, which say what they are computed from",
     "draft_model": "a draft model rewinds, which a recurrent state cannot",
 }
 _HEADROOM_TOKENS_MAX = 4096
@@ -36,18 +37,21 @@ def generate_step(
     prompt: Sequence[int] | mx.array,
     *,
     turn_ends: Iterable[int] = (),
+    images: Iterable[ImageSpan] = (),
     on_restore: Callable[[Restoration], None] | None = None,
     **options: Any,
 ) -> Generator[tuple[int, mx.array]]:
     """Yield ``(token, logprobs)`` as mlx-lm's ``generate_step`` does, resumed and recorded.
 
     Options are mlx-lm's, but for those that change the cache: SettingsError names them.
-    ``turn_ends`` are positions where a conversation may go on from: prefill stops there too.
+    ``turn_ends`` are positions where a conversation may go on from: prefill stops there too. A
+    prompt with ``images`` comes with the ``input_embeddings`` of all of it, (tokens, width), which
+    differ from those of its token ids inside the images only; those of what is cached are not used.
     ``on_restore`` is told what the prompt resumed from, before anything is computed. Closing the
     generator ends the recording; what was captured is still stored.
     """
     token_ids = token_ids_of(prompt)
-    with _resumed(bound, token_ids, turn_ends, on_restore, options) as (rest, prepared):
+    with _resumed(bound, token_ids, turn_ends, images, on_restore, options) as (rest, prepared):
         yield from _mlx_generate_step(mx.array(rest), bound.model, **prepared)
 
 
@@ -57,6 +61,7 @@ def stream_generate(
     prompt: str | Sequence[int] | mx.array,
     *,
     turn_ends: Iterable[int] = (),
+    images: Iterable[ImageSpan] = (),
     on_restore: Callable[[Restoration], None] | None = None,
     **options: Any,
 ) -> Generator[Any]:
@@ -72,7 +77,7 @@ def stream_generate(
             prompt, add_special_tokens=bos is None or not prompt.startswith(bos)
         )
     token_ids = token_ids_of(cast("Sequence[int] | mx.array", prompt))
-    with _resumed(bound, token_ids, turn_ends, on_restore, options) as (rest, prepared):
+    with _resumed(bound, token_ids, turn_ends, images, on_restore, options) as (rest, prepared):
         for response in _mlx_stream_generate(bound.model, tokenizer, rest, **prepared):
             yield dataclasses.replace(response, prompt_tokens=len(token_ids))
 
@@ -82,14 +87,21 @@ def _resumed(
     bound: BoundModel,
     token_ids: list[int],
     turn_ends: Iterable[int],
+    images: Iterable[ImageSpan],
     on_restore: Callable[[Restoration], None] | None,
     options: dict[str, Any],
 ) -> Generator[tuple[list[int], dict[str, Any]]]:
     """Restore, and record until the context ends: what mlx-lm is to prefill, and its options."""
-    _require_options(bound, options)
+    images = tuple(images)
+    _require_options(bound, options, len(token_ids), has_images=bool(images))
     if not token_ids:
         raise ValueError("a prompt needs at least one token id")
-    restoration = bound.restore(token_ids, turn_ends=turn_ends, headroom_tokens=_headroom(options))
+    restoration = bound.restore(
+        token_ids, turn_ends=turn_ends, images=images, headroom_tokens=_headroom(options)
+    )
+    if images:
+        rest = options["input_embeddings"][restoration.endpoint :]
+        options = {**options, "input_embeddings": rest}
     try:
         if on_restore is not None:
             on_restore(restoration)
@@ -109,7 +121,8 @@ def prepare_generation(
 ) -> tuple[list[int], dict[str, Any]]:
     """The token ids that mlx-lm is to prefill, and its options with our hooks in them.
 
-    ``stop`` is told each position where prefill pauses, and the cache that stands there. What
+    ``stop`` is told each position where prefill pauses, and the cache that stands there.
+    ``input_embeddings`` among the options are those of the token ids behind the endpoint. What
     mlx-lm's one chunk size cannot express is prefilled here. Processors of logits see the token ids
     that were restored, as they do in a run from the start.
     """
@@ -117,13 +130,18 @@ def prepare_generation(
     cache = restoration.cache
     position = restoration.endpoint
     stops = list(restoration.stops)
+    embeddings: mx.array | None = options.get("input_embeddings")
     # mlx-lm has one chunk size, so the way to the last stop that is no multiple of it is ours.
     while any((each - position) % stride for each in stops):
         end = stops.pop(0)
         with mx.stream(options.get("stream", generation_stream)):
             for start in range(position, end, stride):
                 chunk = token_ids[start : min(start + stride, end)]
-                bound.model(mx.array([chunk]), cache=cache)
+                fed: dict[str, mx.array] = {}
+                if embeddings is not None:
+                    fed["input_embeddings"] = embeddings[: len(chunk)][None]
+                    embeddings = embeddings[len(chunk) :]
+                bound.model(mx.array([chunk]), cache=cache, **fed)
                 mx.eval([leaf.state for leaf in cache])
             stop(end, cache)
         position = end
@@ -143,6 +161,8 @@ def prepare_generation(
         prefill_step_size=stride,
         prompt_progress_callback=progress,
     )
+    if embeddings is not None:
+        prepared["input_embeddings"] = embeddings
     if options.get("logits_processors"):
         prefix = mx.array(token_ids[:start])
         prepared["logits_processors"] = [
@@ -167,9 +187,16 @@ def _headroom(options: dict[str, Any]) -> int:
     return min(max_tokens, _HEADROOM_TOKENS_MAX) if max_tokens > 0 else DECODE_HEADROOM_TOKENS
 
 
-def _require_options(bound: BoundModel, options: dict[str, Any]) -> None:
+def _require_options(
+    bound: BoundModel, options: dict[str, Any], token_count: int, *, has_images: bool
+) -> None:
+    embeddings = options.get("input_embeddings") if has_images else None
+    if has_images and (embeddings is None or len(embeddings) != token_count):
+        raise SettingsError(
+            "images need input_embeddings=, one row for each token id of the prompt"
+        )
     for name, reason in _REFUSED_OPTIONS.items():
-        if options.get(name) is not None:
+        if options.get(name) is not None and options[name] is not embeddings:
             raise SettingsError(f"{name} cannot be used with walkback: {reason}")
     step = options.get("prefill_step_size")
     if step is not None and step != bound.grid.checkpoint_tokens:

@@ -10,6 +10,7 @@ from typing import Any
 from ..journal.errors import UnsupportedLayoutError
 from ..journal.words import Kind, NotStoredReason
 from ..restore.identity import BlockLink, Chain
+from ..restore.images import is_inside
 from ..restore.layout import Layout
 from ..restore.plan import Plan, plan_after, plan_after_decoding
 from ..store.boundary import Boundary, Claim, NotStored, Part
@@ -76,8 +77,8 @@ class MutableRecording:
     def stop(self, position: int, cache: Sequence[Any]) -> NotStored | None:
         """Store the boundary at ``position``, where the cache stands now; None if it is on its way.
 
-        ``position`` is beyond the last one and not beyond the token ids that are known. Off the
-        grid of blocks a tail is stored under it.
+        ``position`` is beyond the last one, not beyond the token ids that are known, and not inside
+        an image. Off the grid of blocks a tail is stored under it.
         """
         refusal = self._refusal_of(position)
         if refusal is None:
@@ -124,6 +125,8 @@ class MutableRecording:
         elif position > self._chain.token_count:
             detail = f"{position} is beyond the {self._chain.token_count} tokens that are known"
             refusal = NotStored(NotStoredReason.OFF_GRID, detail)
+        elif is_inside(self._chain.images, position):
+            refusal = NotStored(NotStoredReason.INSIDE_IMAGE, f"{position} is inside an image")
         else:
             return None
         recorded.store.refuse(refusal, request=recorded.request, key=b"", position=position)

@@ -1,6 +1,7 @@
 """A restore under way, and what it gives: read on a thread of its own, made on its caller's."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Executor, Future
@@ -13,6 +14,7 @@ from ..journal.events import Missed
 from ..journal.words import MissReason
 from ..restore.choosing import Lookup, NotResumed, StoredPrefix, stored_prefix
 from ..restore.identity import Chain
+from ..restore.images import ImageSpan, is_inside
 from ..restore.layout import Layout
 from ..restore.materialise import MutableAssembly
 from ..restore.plan import Grid, Plan, plan_after, plan_of_unknown_stops, plan_start
@@ -92,7 +94,9 @@ class PendingRestore:
         """Begin. Without ``readers`` it is ``finish`` that reads, on its own thread."""
         self._binding = binding
         self._chain = chain
-        self._turn_ends = tuple(turn_ends)
+        self._make_plan = functools.partial(
+            Plan, binding.grid, chain.token_count, tuple(turn_ends), images=chain.images
+        )
         self._request = request
         self._resumption: MutableResumption[MutableAssembly] | None = None
         self._reading: Future[None] | None = None
@@ -110,7 +114,7 @@ class PendingRestore:
                 fields=binding.fields,
                 layout=layout,
                 chain=chain,
-                plan=Plan(binding.grid, chain.token_count, self._turn_ends),
+                plan=self._make_plan(),
                 beyond=beyond,
             ),
             make_assembly=lambda endpoint: MutableAssembly(
@@ -148,12 +152,7 @@ class PendingRestore:
         if resumed is not None:
             uncached = self._chain.token_count - endpoint
             self._binding.depths.note(endpoint=endpoint, uncached=uncached)
-        plan = Plan(
-            self._binding.grid,
-            self._chain.token_count,
-            self._turn_ends,
-            junction=outcome.junction,
-        )
+        plan = self._make_plan(junction=outcome.junction)
         return Restoration(
             cache=self._binding.make_cache() if resumed is None else resumed.made.cache,
             endpoint=endpoint,
@@ -179,9 +178,12 @@ class PendingRestore:
         """Go on with a cache of the caller's own that stands at ``endpoint``; nothing is read.
 
         Instead of ``finish``. What is missing on disk of the prefix is stored with the next stop.
+        ValueError for an endpoint inside an image.
         """
         self.cancel()
-        plan = Plan(self._binding.grid, self._chain.token_count, self._turn_ends)
+        if is_inside(self._chain.images, endpoint):
+            raise ValueError(f"{endpoint} is inside an image")
+        plan = self._make_plan()
         prefix = self._stored(endpoint)
         return Restoration(
             cache=cache,
@@ -278,13 +280,14 @@ class PendingRestore:
         return NotResumed(reason=reason, detail=detail)
 
 
-def chain_of(binding: Binding, token_ids: Sequence[int]) -> Chain:
+def chain_of(binding: Binding, token_ids: Sequence[int], images: Iterable[ImageSpan] = ()) -> Chain:
     """The blocks of a prompt with their keys in this cache."""
     return Chain(
         token_ids,
         namespace=binding.namespace,
         secret=binding.store.secret,
         block_tokens=binding.grid.block_tokens,
+        images=images,
     )
 
 

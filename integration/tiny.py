@@ -51,15 +51,22 @@ def build_tiny_model(
 ) -> nn.Module:
     """A model of ``config["model_type"]``, evaluated, with weights that depend on the seed alone.
 
-    Matrices are normal with a deviation of scale / sqrt(fan in): large enough that logits differ
-    and that the state remembers. Mixtures of experts need float32 on the CPU. mlx's random state
-    is as it was.
+    Mixtures of experts need float32 on the CPU. mlx's random state is as it was.
     """
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     with unchanged_random_state():
         mx.random.seed(seed)
         model: nn.Module = module.Model(module.ModelArgs.from_dict(dict(config)))
         mx.eval(model.parameters())
+    return with_random_weights(model, dtype=dtype, seed=seed, scale=scale)
+
+
+def with_random_weights(model: nn.Module, *, dtype: str, seed: int, scale: float) -> nn.Module:
+    """The same model, its floats replaced and of ``dtype``.
+
+    Matrices are normal with a deviation of scale / sqrt(fan in): large enough that logits differ
+    and that the state remembers.
+    """
     target: mx.Dtype = getattr(mx, dtype)
     casts: Any = getattr(model, "cast_predicate", _is_cast)
     lively: list[tuple[str, mx.array]] = []

@@ -110,3 +110,5 @@ class NotStoredReason(enum.StrEnum):
     DRAFT_MODEL = "draft_model"
     DISTRIBUTED = "distributed"
     PADDED = "padded"
+    INSIDE_IMAGE = "inside_image"
+    IMAGES = "images"

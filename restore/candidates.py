@@ -11,6 +11,7 @@ from typing import Protocol
 
 from ..store.lookup import Located
 from .identity import BlockLink, Chain
+from .images import is_inside
 
 
 class Entries(Protocol):
@@ -90,7 +91,8 @@ def candidates(
 ) -> Iterator[Candidate]:
     """The restorable prefixes among matched blocks and the tails below them, longest first.
 
-    One token less than the chain has is restored at most: one is left to compute.
+    One token less than the chain has is restored at most: one is left to compute. None ends inside
+    an image.
     """
     readable = next(
         (index for index, block in enumerate(blocks) if block.key in refused), len(blocks)
@@ -99,7 +101,7 @@ def candidates(
         above = tuple(blocks[:count])
         tips = [*_tails(entries, chain, count * chain.block_tokens, refused), *above[-1:]]
         for tip in tips:
-            if tip.end >= chain.token_count:
+            if tip.end >= chain.token_count or is_inside(chain.images, tip.end):
                 continue
             sidecar = entries.sidecar(tip.key) if needs_sidecar else None
             if needs_sidecar and (sidecar is None or sidecar.end != tip.end):

@@ -1,17 +1,18 @@
 """Who may use a payload, and what its key is. Pure.
 
 A namespace is the digest of everything that must be equal for a payload to be usable. A block key
-is a keyed hash over the parent's key and the block's token ids, so a key names its whole prefix,
-and without the cache's secret it confirms no guess of a prompt.
+is a keyed hash over the parent's key, the block's token ids and the images that stand in it, so a
+key names its whole prefix, and without the cache's secret it confirms no guess of a prompt.
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import cbor2
 from blake3 import blake3
 
+from .images import ImageSpan, in_order, overlapping
 from .layout import Layout
 
 _NAMESPACE_CONTEXT = "walkback 2026 namespace v1"
@@ -98,9 +99,19 @@ class Chain:
     twice as fast as hashing their text.
     """
 
+    # In order; token ids alone do not tell them apart.
+    images: tuple[ImageSpan, ...] = ()
+
     def __init__(
-        self, token_ids: Sequence[int], *, namespace: bytes, secret: bytes, block_tokens: int
+        self,
+        token_ids: Sequence[int],
+        *,
+        namespace: bytes,
+        secret: bytes,
+        block_tokens: int,
+        images: Iterable[ImageSpan] = (),
     ) -> None:
+        self.images = in_order(images, len(token_ids))
         self._begin(_packed(token_ids), (), namespace, secret, block_tokens)
 
     def _begin(
@@ -153,6 +164,7 @@ class Chain:
     def longer(self, token_ids: Sequence[int]) -> "Chain":
         """The chain of this prompt with more token ids behind it."""
         chain = Chain.__new__(Chain)
+        chain.images = self.images
         chain._begin(
             self._packed + _packed(token_ids),
             self.links,
@@ -175,8 +187,11 @@ class Chain:
         hasher.update(parent)
         hasher.update((end - start).to_bytes(8, "little"))
         hasher.update(self._packed[8 * start : 8 * end])
-        # Extra keys (images, embeddings) will follow here, behind their count.
-        hasher.update(bytes(8))
+        images = overlapping(self.images, start, end)
+        hasher.update(len(images).to_bytes(8, "little"))
+        for image in images:
+            hasher.update(image.start.to_bytes(8, "little") + image.end.to_bytes(8, "little"))
+            hasher.update(image.digest)
         return BlockLink(key=hasher.digest(), parent=parent, start=start, end=end)
 
 

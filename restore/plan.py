@@ -10,17 +10,21 @@ Of stops closer than ``merge_tokens`` the earlier wins, and the start counts as 
 prefix stops somewhere is decided by what stands before that place, and a longer prompt with the
 same beginning stops there too: only a junction depends on what the cache has seen.
 
+No stop stands inside an image: one that would is left out, and prefill goes on to the next. Moved
+to the image's start, it would depend on what stands behind that place.
+
 Kernels that regroup tokens from the start of a chunk give other bits under another plan, so each
 payload records the digest of the plan that led to it.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from blake3 import blake3
 
 from ..journal.errors import SettingsError
+from .images import ImageSpan, is_inside
 
 # Mamba2's kernels regroup every 256 tokens from the start of a chunk: only multiples of it are
 # safe.
@@ -100,16 +104,23 @@ class Plan:
         turn_ends: Iterable[int] = (),
         *,
         junction: int | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> None:
-        """Plan a prompt. ``turn_ends`` are positions, in any order; those outside are left out.
+        """Plan a prompt. ``turn_ends`` are positions, in any order; those outside are left out, and
+        those inside one of the ``images``, which are in order.
 
         A junction is where prompts that the cache has seen part ways. It makes way for any stop
         that is close, and is no stop unless the grid says so.
         """
         self.grid = grid
         self.prompt_tokens = prompt_tokens
-        stops = list(_apart(grid, prompt_tokens, turn_ends))
-        if grid.junctions and junction is not None and 0 < junction < prompt_tokens:
+        self._images = images
+        if junction is not None and (
+            not 0 < junction < prompt_tokens or is_inside(images, junction)
+        ):
+            junction = None
+        stops = list(_apart(grid, prompt_tokens, turn_ends, images))
+        if grid.junctions and junction is not None:
             at = bisect_left(stops, junction)
             near = [0, *stops[max(at - 1, 0) : at + 1]]
             if all(abs(each - junction) >= grid.distance for each in near):
@@ -139,10 +150,13 @@ class Plan:
         at = bisect_left(self.stops, end)
         if at < len(self.stops):
             return self._digests[at + 1]
-        digest, last = self._digests[-1], self.stops[-1] if self.stops else 0
+        digest, reached = self._digests[-1], self.stops[-1] if self.stops else 0
         stride = self.grid.checkpoint_tokens
-        for stop in range((last // stride + 1) * stride, self.grid.stop_of(end) + 1, stride):
-            digest = plan_after(digest, stop)
+        stop = reached // stride * stride
+        while reached < end:
+            stop += stride
+            if not is_inside(self._images, stop):
+                digest, reached = plan_after(digest, stop), stop
         return digest
 
 
@@ -178,10 +192,12 @@ def plan_of_unknown_stops(position: int) -> bytes:
     return blake3(position.to_bytes(8, "little"), derive_key_context=_UNKNOWN).digest()
 
 
-def _apart(grid: Grid, prompt_tokens: int, turn_ends: Iterable[int]) -> Iterator[int]:
+def _apart(
+    grid: Grid, prompt_tokens: int, turn_ends: Iterable[int], images: Sequence[ImageSpan]
+) -> Iterator[int]:
     """The stops of the grid and the ends of turns, each far enough behind the one before."""
     last = 0
     for stop in sorted({*grid.stops(prompt_tokens), *turn_ends}):
-        if last + grid.distance <= stop < prompt_tokens:
+        if last + grid.distance <= stop < prompt_tokens and not is_inside(images, stop):
             yield stop
             last = stop

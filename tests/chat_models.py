@@ -4,7 +4,7 @@
 # pyright: reportUnknownMemberType=false
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -36,8 +36,18 @@ def write_chat_model(directory: Path, name: str, *, seed: int = 0) -> None:
 
     Its tokens are bytes, so every text has a known number of them.
     """
+    write_tokenizer(directory, template=CHATML)
+    config = _with_ending(CONFIGS[name])
+    model = build_tiny_model(config, dtype=DTYPES[name], seed=seed)
+    weights = dict(sorted_parameters(model))
+    mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def write_tokenizer(directory: Path, *, template: str, more: Sequence[str] = ()) -> Tokenizer:
+    """Make the folder, with a tokenizer of bytes and special tokens, ``more`` of them too."""
     directory.mkdir(parents=True)
-    tokenizer = _tokenizer()
+    tokenizer = _tokenizer(more)
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -47,12 +57,8 @@ def write_chat_model(directory: Path, name: str, *, seed: int = 0) -> None:
         "model_max_length": 1 << 20,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    (directory / "chat_template.jinja").write_text(CHATML)
-    config = _with_ending(CONFIGS[name])
-    model = build_tiny_model(config, dtype=DTYPES[name], seed=seed)
-    weights = dict(sorted_parameters(model))
-    mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "chat_template.jinja").write_text(template)
+    return tokenizer
 
 
 def letters_only() -> dict[int, float]:
@@ -69,11 +75,13 @@ def _with_ending(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>")}
 
 
-def _tokenizer() -> Tokenizer:
+def _tokenizer(more: Sequence[str] = ()) -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {each: index for index, each in enumerate((*SPECIAL_TOKENS, *letters))}
+    vocabulary = {each: index for index, each in enumerate((*SPECIAL_TOKENS, *letters, *more))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(each, special=True) for each in (*SPECIAL_TOKENS, *more)]
+    )
     return tokenizer

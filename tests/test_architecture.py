@@ -51,7 +51,7 @@ PURE = {
         "words",
     ),
     "store": ("boundary", "decoder", "eviction", "overlay", "payload", "tensors"),
-    "restore": ("candidates", "identity", "layout", "plan"),
+    "restore": ("candidates", "identity", "images", "layout", "plan"),
 }
 PURE_PATHS = [f"{folder}/{name}.py" for folder, names in PURE.items() for name in names]
 ACTING = {

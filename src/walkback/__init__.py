@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         WalkbackError,
     )
     from .journal.words import MissReason, NotStoredReason
+    from .restore.images import ImageSpan
     from .store.boundary import NotStored
     from .store.statistics import Statistics
 
@@ -31,6 +32,7 @@ _HOMES = {
     "CacheClosedError": "journal.errors",
     "CacheLockedError": "journal.errors",
     "FormatError": "journal.errors",
+    "ImageSpan": "restore.images",
     "MissReason": "journal.words",
     "MutableRecording": "integration.recording",
     "NotRecordedError": "journal.errors",
@@ -53,6 +55,7 @@ __all__ = [
     "CacheClosedError",
     "CacheLockedError",
     "FormatError",
+    "ImageSpan",
     "MissReason",
     "MutableRecording",
     "NotRecordedError",
