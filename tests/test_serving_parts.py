@@ -7,6 +7,7 @@
 import argparse
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -16,9 +17,11 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache, make_prompt_cache
 from zoo import build, token_ids
 
 from walkback.integration.leaves import layout_of, position_of, walk_leaves
+from walkback.integration.serving.images import images_of, unshared_key
 from walkback.integration.serving.options import ServeOptions, parse_options, parse_size
-from walkback.integration.serving.padding import _difference, padding_reaches_state
+from walkback.integration.serving.padding import difference, padding_reaches_state
 from walkback.integration.serving.rows import adopted, can_be_adopted, compact, row_of
+from walkback.integration.serving.sequential import _fits
 from walkback.integration.serving.session import MutableSession, Prepared
 from walkback.integration.serving.tiers import TieredPromptCache
 from walkback.integration.serving.turns import closing_ids, turn_ends
@@ -225,9 +228,9 @@ def test_a_model_is_asked_whether_padding_reaches_its_state(name: str, is_reache
 def test_a_state_that_is_no_number_is_a_difference() -> None:
     one, nan = mx.ones((1, 4)), mx.full((1, 4), float("nan"))
 
-    assert _difference(one, nan) > 1
-    assert _difference(one, one) == 0
-    assert _difference(mx.zeros((1, 4)), one) > 1
+    assert difference(one, nan) > 1
+    assert difference(one, one) == 0
+    assert difference(mx.zeros((1, 4)), one) > 1
 
 
 # The tiers, without a cache: as upstream, but for what would end its thread.
@@ -319,3 +322,94 @@ def test_a_request_that_the_next_seam_did_not_take_is_given_up() -> None:
 
     assert pending.cancelled == 1
     assert shared.take() is None
+
+
+# Images.
+
+
+def picture(seed: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.random.normal((3, 4, 4), key=mx.random.key(seed)).astype(dtype)
+
+
+class Vision:
+    """What mlx-lm makes of a prompt's images, with ids of its own that may collide."""
+
+    def __init__(self, prompt: list[int], pixels: list[mx.array], starts: list[int]) -> None:
+        self.pixel_values, self.starts = pixels, starts
+        self.cache_key = [-7 if each == 9 else each for each in prompt]
+
+
+SEEING = [1, 9, 9, 2, 9, 9, 9, 3]
+
+
+def test_a_request_is_keyed_by_what_its_images_show() -> None:
+    def keyed(*pixels: mx.array) -> Any:
+        return images_of(SEEING, Vision(SEEING, list(pixels), [1, 4]))
+
+    one = keyed(picture(1), picture(2))
+    others = [keyed(picture(1), picture(3)), keyed(picture(2), picture(1))]
+    other_dtype = keyed(picture(1, mx.float16), picture(2))
+
+    assert [(each.start, each.end) for each in one.spans] == [(1, 3), (4, 7)]
+    first, second = (-1 - int.from_bytes(each.digest, "little") for each in one.spans)
+    assert one.key == [1, first, first, 2, second, second, second, 3]
+    assert one == keyed(picture(1), picture(2))
+    assert one.key[:4] == others[0].key[:4]
+    assert len({each.key[4] for each in (one, *others)}) == 3
+    assert other_dtype.key[1] != first
+
+
+@pytest.mark.parametrize(
+    ("starts", "count"), [([1], 1), ([1, 4], 1), ([1, 5], 2), ([1, 4, 6], 3), ([], 0)]
+)
+def test_images_that_do_not_fit_their_token_ids_are_not_told_apart(
+    starts: list[int], count: int
+) -> None:
+    vision = Vision(SEEING, [picture(seed) for seed in range(count)], starts)
+
+    assert images_of(SEEING, vision) is None
+
+
+def test_a_key_that_nothing_shares_is_another_each_time_from_the_first_image_on() -> None:
+    vision = Vision(SEEING, [], [])
+    one, other = unshared_key(SEEING, vision), unshared_key(SEEING, vision)
+
+    assert one[0] == other[0] == 1
+    assert one[1] != other[1]
+    assert one.count(one[1]) == 5
+
+
+@pytest.mark.parametrize("end", [1, 2, 3])
+def test_memory_that_holds_a_part_of_an_image_is_a_miss(end: int) -> None:
+    tiers = TieredPromptCache(session())
+    key = [token_ids(1)[0], -5, -5, *token_ids(37)]
+    tiers.insert_cache("m", key[:end], prefilled("llama", end))
+
+    cache, rest = tiers.fetch_nearest_cache("m", key)
+
+    depth = 0 if end == 2 else end
+    assert tiers.depth("m", key) == len(key) - len(rest) == depth
+    assert (cache is None) == (depth == 0)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "rows", "fits"),
+    [
+        (0, None, False),
+        (0, 8, True),
+        (0, 7, False),
+        (3, 5, True),
+        (3, None, False),
+        (7, None, True),
+        (7, 1, False),
+    ],
+)
+def test_what_is_recorded_was_fed_an_image_wherever_its_key_has_one(
+    endpoint: int, rows: int | None, fits: bool
+) -> None:
+    images = images_of(SEEING, Vision(SEEING, [picture(1), picture(2)], [1, 4]))
+    prepared: Any = SimpleNamespace(spans=() if images is None else images.spans)
+    restoration: Any = SimpleNamespace(endpoint=endpoint, uncached=len(SEEING) - endpoint)
+
+    embeddings = None if rows is None else mx.zeros((rows, 4))
+    assert _fits(prepared, restoration, embeddings) == fits

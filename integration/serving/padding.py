@@ -33,7 +33,7 @@ def padding_reaches_state(model: Any) -> bool:
     rows = [[(7 * at + 3) % 250 for at in range(length)] for length in _LENGTHS]
     alone, beside = _prefilled(model, rows[:1]), _prefilled(model, rows)
     differences = [
-        _difference(left, right)
+        difference(left, right)
         for (_, one), (_, other) in zip(walk_leaves(alone), walk_leaves(beside), strict=True)
         if not is_kv(one)
         for left, right in zip(one.cache, other.cache, strict=True)
@@ -54,7 +54,7 @@ def _prefilled(model: Any, rows: Sequence[list[int]]) -> list[Any]:
     return batch.extract_cache(0)
 
 
-def _difference(expected: mx.array, found: mx.array) -> float:
+def difference(expected: mx.array, found: mx.array) -> float:
     """The difference as a part of the expected's own size; infinite for what is no number."""
     wanted, got = expected.astype(mx.float32), found.astype(mx.float32)
     size = mx.sqrt(mx.sum(wanted * wanted)).item()

@@ -17,6 +17,7 @@ from typing import Any
 from mlx_lm.server import ResponseGenerator
 
 from ...restore.plan import Plan
+from .images import images_of, unshared_key
 from .session import BoundTo, MutableSession, Prepared
 from .tiers import TieredPromptCache
 from .turns import turn_ends
@@ -75,18 +76,18 @@ class PreparingResponseGenerator(ResponseGenerator):
             except Exception:
                 log.warning("a request goes uncached: it was not prepared", exc_info=True)
         if prepared is None:
-            return super()._tokenize(tokenizer, request, args)
+            return self._told_apart(super()._tokenize(tokenizer, request, args))
         self._session.put(prepared)
         return (
             prepared.token_ids,
             prepared.segments,
             prepared.segment_types,
             prepared.initial_state,
-            None,
+            prepared.vision,
         )
 
     def _prepare(self, bound_to: BoundTo, request: Any, args: Any) -> Prepared | None:
-        """Tokenise a copy of a request and begin to read its prefix; None if it has images."""
+        """Tokenise a copy of a request and begin to read its prefix; None if that cannot be."""
         # The server's tokenising changes messages in place.
         try:
             token_ids, _, _, initial_state, vision = super()._tokenize(
@@ -96,15 +97,24 @@ class PreparingResponseGenerator(ResponseGenerator):
             # The client's fault: upstream meets it again, and answers with it.
             log.debug("a request cannot be tokenised", exc_info=True)
             return None
-        if vision is not None or not token_ids:
+        if not token_ids:
             return None
+        images, spans, key = None, (), token_ids
+        if vision is not None:
+            images = images_of(token_ids, vision) if bound_to.takes_images else None
+            if images is None:
+                return None
+            spans, key = images.spans, images.key
+            # The server appends to it.
+            vision.cache_key = list(key)
         bound = bound_to.bound
         ends = turn_ends(token_ids, bound_to.closing, distance=bound.grid.merge_tokens)
-        segments, types = _segments(token_ids, Plan(bound.grid, len(token_ids), ends), ends)
-        beyond = self._tiers.depth(bound_to.model_key, token_ids)
+        plan = Plan(bound.grid, len(token_ids), ends, images=spans)
+        segments, types = _segments(token_ids, plan, ends)
+        beyond = self._tiers.depth(bound_to.model_key, key)
         pending = None
         if self.cli_args.kv_bits is None:
-            pending = bound.start_restore(token_ids, turn_ends=ends, beyond=beyond)
+            pending = bound.start_restore(token_ids, turn_ends=ends, images=spans, beyond=beyond)
         return Prepared(
             model_key=bound_to.model_key,
             token_ids=token_ids,
@@ -114,7 +124,29 @@ class PreparingResponseGenerator(ResponseGenerator):
             turn_ends=ends,
             beyond=beyond,
             pending=pending,
+            images=images,
+            vision=vision,
         )
+
+    def _told_apart(self, tokenised: Any) -> Any:
+        """What upstream made of a request that goes uncached, its images keyed by what they show.
+
+        Memory keeps it all the same, and upstream's keys are of 60 bits of a URL's hash.
+        """
+        token_ids, *_, vision = tokenised
+        if not hasattr(vision, "cache_key"):
+            return tokenised
+        bound_to = self._session.bound_for(self.model_provider.model_key)
+        images = None
+        if bound_to is None or bound_to.takes_images:
+            try:
+                images = images_of(token_ids, vision)
+            except Exception:
+                log.warning("the images of a request could not be told apart", exc_info=True)
+            if images is None:
+                self._session.refuse_images("its token ids do not tell where each image stands")
+        vision.cache_key = unshared_key(token_ids, vision) if images is None else images.key
+        return tokenised
 
 
 def _segments(

@@ -1,4 +1,4 @@
-"""mlx-lm's sequential generation, resumed and recorded: requests with a seed, one at a time.
+"""mlx-lm's sequential generation, resumed and recorded: a seed or images, one request at a time.
 
 Upstream looks for such a prompt in memory and keeps what comes of it, but a state that cannot be
 cut has no prefix there: so it never reuses anything for a hybrid.
@@ -14,10 +14,11 @@ from typing import Any, cast
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 from ..generation import prepare_generation
-from .session import MutableSession
+from ..restoration import Restoration
+from .session import MutableSession, Prepared
 
-# What makes of a cache something else than was bound, or feeds it something else than token ids.
-_OPTIONS_OF_OTHERS = ("draft_model", "kv_bits", "input_embeddings")
+# What makes of a cache something else than was bound.
+_OPTIONS_OF_OTHERS = ("draft_model", "kv_bits")
 
 _mlx_stream_generate = cast(Any, mlx_stream_generate)
 
@@ -34,7 +35,11 @@ def stream_generate(
     recording = None if prepared is None else prepared.recording
     others = [name for name in _OPTIONS_OF_OTHERS if options.get(name) is not None]
     bound_to = session.bound_to
-    if not (prepared and restoration and recording and bound_to) or others:
+    if (
+        not (prepared and restoration and recording and bound_to)
+        or others
+        or not _fits(prepared, restoration, options.get("input_embeddings"))
+    ):
         if prepared is not None:
             prepared.cancel()
         yield from _mlx_stream_generate(prompt=prompt, prompt_cache=prompt_cache, **options)
@@ -59,3 +64,10 @@ def stream_generate(
             recording.extend(answer)
             recording.stop(len(token_ids) + len(answer), lambda: prompt_cache)
         recording.finish()
+
+
+def _fits(prepared: Prepared, restoration: Restoration, embeddings: Any) -> bool:
+    """Whether images among what is left to compute are embedded, and nothing is without them."""
+    if any(image.start >= restoration.endpoint for image in prepared.spans):
+        return embeddings is not None and len(embeddings) == restoration.uncached
+    return embeddings is None

@@ -15,15 +15,18 @@ from typing import Any
 from mlx_lm.utils import hf_repo_to_path
 
 from ...journal.words import NotStoredReason
+from ...restore.images import ImageSpan
 from ...store.boundary import NotStored
 from ..binding import BoundModel
 from ..cache import Cache
 from ..restoration import PendingRestore, Restoration
 from .figures import MemoryFigures, MemoryTier
+from .images import RequestImages
 from .options import ServeOptions
 from .padding import padding_reaches_state
 from .quiet import QuietRecording
 from .turns import closing_ids
+from .vision import why_images_do_not_resume
 
 log = logging.getLogger("walkback")
 
@@ -42,9 +45,21 @@ class Prepared:
     # What memory held when the reading began, and the reading; None if nothing is stored for it.
     beyond: int
     pending: PendingRestore | None
+    # Its images, and what mlx-lm's server makes of them.
+    images: RequestImages | None = None
+    vision: Any = None
     # What it resumes from, once that is known, and what is told of its stops: of both or neither.
     restoration: Restoration | None = None
     recording: QuietRecording | None = None
+
+    @property
+    def key(self) -> list[int]:
+        """What names it in memory."""
+        return self.token_ids if self.images is None else self.images.key
+
+    @property
+    def spans(self) -> tuple[ImageSpan, ...]:
+        return () if self.images is None else self.images.spans
 
     def cancel(self) -> None:
         """Give up what nobody will finish, so that nothing stays leased or held. Never raises."""
@@ -68,6 +83,8 @@ class BoundTo:
     closing: frozenset[int]
     # Whether prompts of unlike length may be prefilled together.
     is_padding_safe: bool
+    # Whether what it computes of prompts with images may be kept.
+    takes_images: bool = True
 
 
 class MutableSession:
@@ -112,6 +129,7 @@ class MutableSession:
                 bound=bound,
                 closing=closing_ids(provider.tokenizer),
                 is_padding_safe=is_safe,
+                takes_images=self._may_keep_images(bound, provider),
             )
             if not is_safe:
                 self._tell_of_padding()
@@ -143,10 +161,10 @@ class MutableSession:
             self._current.cancel()
         self._current = prepared
 
-    def current(self, token_ids: list[int]) -> Prepared | None:
-        """The request that was left, if it is the one of this prompt."""
+    def current(self, key: list[int]) -> Prepared | None:
+        """The request that was left, if it is the one with this key."""
         current = self._current
-        return current if current is not None and current.token_ids == token_ids else None
+        return current if current is not None and current.key == key else None
 
     def take(self) -> Prepared | None:
         """The request that was left, which is not there any more."""
@@ -170,11 +188,28 @@ class MutableSession:
             "the state of this model. --unsafe-batching does it all the same, and stores nothing"
         )
 
-    def _refuse(self, reason: NotStoredReason, detail: str) -> None:
+    def _may_keep_images(self, bound: BoundModel, provider: Any) -> bool:
+        processor = getattr(provider, "processor", None)
+        if processor is None or bound.layout is None:
+            return True
+        try:
+            reason = why_images_do_not_resume(bound, processor, provider.tokenizer)
+        except Exception as error:
+            log.debug("a model could not be asked about its images", exc_info=True)
+            reason = f"it cannot be asked: {type(error).__name__}: {error}"
+        if reason:
+            self.refuse_images(reason)
+        return not reason
+
+    def refuse_images(self, detail: str) -> None:
+        """Say, once, that nothing of prompts with images is stored. The generation thread's."""
+        self._refuse(NotStoredReason.IMAGES, detail, what="nothing of prompts with images")
+
+    def _refuse(self, reason: NotStoredReason, detail: str, *, what: str = "nothing") -> None:
         if self.cache is None or reason in self._told:
             return
         self._told.add(reason)
-        log.warning("nothing is stored: %s", detail)
+        log.warning("%s is stored: %s", what, detail)
         try:
             self.cache.store.refuse(NotStored(reason, detail), request=0, key=b"", position=0)
         except Exception:

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache
 
 from ..restoration import Restoration
 from .figures import MemoryTier
+from .images import is_inside_image
 from .quiet import QuietRecording
 from .rows import compact
 from .session import MutableSession, Prepared
@@ -24,7 +25,7 @@ from .session import MutableSession, Prepared
 log = logging.getLogger("walkback")
 
 
-# No tokenizer has it: ids of images are of 60 bits.
+# No tokenizer has it, and ids of images are negative.
 _NO_TOKEN_ID = 1 << 62
 
 
@@ -62,13 +63,15 @@ class TieredPromptCache(LRUPromptCache):
             if result.longer is not None and result.common_prefix > shorter:
                 entry = self._trie.get(result.model, result.longer)
                 if can_trim_prompt_cache(entry.prompt_cache):
-                    return min(len(tokens) - 1, result.common_prefix)
-            return shorter
+                    shorter = min(len(tokens) - 1, result.common_prefix)
+            return 0 if is_inside_image(tokens, shorter) else shorter
 
     def fetch_nearest_cache(
         self, model: Any, tokens: list[int]
     ) -> tuple[list[Any] | None, list[int]]:
-        """The deepest cache of either tier, and the token ids that it lacks: at least one.
+        """The deepest cache of either tier, and the part of ``tokens`` that it lacks: at least one.
+
+        ``tokens`` are the prompt's, with ids made of its digest for each image.
 
         Upstream gives none for a prompt that it holds entirely, and its batch generator raises.
         """
@@ -106,6 +109,9 @@ class TieredPromptCache(LRUPromptCache):
     def _from_memory(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         with self._lock:
             cache, rest = super().fetch_nearest_cache(model, _without_its_last(tokens))
+        if is_inside_image(tokens, len(tokens) - len(rest)):
+            # Upstream embeds no image of which a part is cached.
+            return None, tokens
         return cache, tokens[len(tokens) - len(rest) :]
 
     def _deeper(
@@ -117,7 +123,7 @@ class TieredPromptCache(LRUPromptCache):
         depth = len(tokens) - len(rest)
         if depth < prepared.beyond:
             # What memory held when the reading began is gone: what the disk has was left unread.
-            prepared.pending = pending = self._start_anew(tokens, prepared, depth)
+            prepared.pending = pending = self._start_anew(prepared, depth)
         restoration = pending.finish()
         source = "disk"
         if restoration.endpoint <= depth and cache is not None:
@@ -133,11 +139,16 @@ class TieredPromptCache(LRUPromptCache):
         endpoint = restoration.endpoint
         return (restoration.cache if endpoint else None), tokens[endpoint:]
 
-    def _start_anew(self, tokens: list[int], prepared: Prepared, depth: int) -> Any:
+    def _start_anew(self, prepared: Prepared, depth: int) -> Any:
         prepared.cancel()
         bound_to = self._session.bound_for(prepared.model_key)
         assert bound_to is not None, "the model of a request is bound until it is served"
-        return bound_to.bound.start_restore(tokens, turn_ends=prepared.turn_ends, beyond=depth)
+        return bound_to.bound.start_restore(
+            prepared.token_ids,
+            turn_ends=prepared.turn_ends,
+            images=prepared.spans,
+            beyond=depth,
+        )
 
 
 def _without_its_last(tokens: list[int]) -> list[int]:
