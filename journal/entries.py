@@ -60,8 +60,12 @@ class Entry:
     is_short: bool = False
 
     @property
+    def table(self) -> bytes:
+        return _TABLE_OF_KIND[self.kind]
+
+    @property
     def record_id(self) -> bytes:
-        return _TABLE_OF_KIND[self.kind] + self.key
+        return self.table + self.key
 
     def values(self) -> list[Any]:
         return [

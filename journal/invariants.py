@@ -76,6 +76,10 @@ def _of_the_names(state: State) -> Iterator[str]:
 
 
 def _of_the_ledger(state: State) -> Iterator[str]:
-    total = state.sum_of_charges()
-    if state.used_bytes != total:
-        yield f"the ledger says {state.used_bytes} bytes, the files add up to {total}"
+    for table, nbytes in state.sum_of_charges().items():
+        charged = state.charges[table]
+        if charged != nbytes:
+            yield f"the ledger says {charged} bytes of {table.decode()}, the files are {nbytes}"
+    refused = sum(bool(doomed.refusals) for doomed in state.doomed.values())
+    if state.refused_count != refused:
+        yield f"{refused} deletions were refused, the state counts {state.refused_count}"

@@ -60,7 +60,7 @@ class State(Tables):
     ``journal.invariants`` checks:
 
     - a block's parent is live, a hole, or its namespace; a sidecar's block is live;
-    - no file is named twice, and ``used_bytes`` is what the named files were charged;
+    - no file is named twice, and ``charges`` are what the named files were charged;
     - recency is total within each kind.
     """
 
@@ -116,8 +116,10 @@ class State(Tables):
                 self._delete(event.file)
             case DeletionRefused():
                 if event.file not in self.quarantined:
-                    refused = dataclasses.replace(self.doomed[event.file], refusals=event.attempts)
+                    before = self.doomed[event.file]
+                    refused = dataclasses.replace(before, refusals=event.attempts)
                     self.doomed[event.file] = self._note(refused)
+                    self.refused_count += bool(refused.refusals) - bool(before.refusals)
             case Quarantined():
                 entry = self._require(event.kind, event.key, event.generation)
                 if entry.file is None:
@@ -125,9 +127,10 @@ class State(Tables):
                 self._lose(event.kind, event.key)
                 kept = self._note(QuarantinedFile(entry=entry, reason=event.reason))
                 self.quarantined[kept.file] = kept
+                self.charges[entries.QUARANTINED] += entry.allocated_bytes
             case Lost():
                 self._require(event.kind, event.key, event.generation)
-                self.used_bytes -= self._lose(event.kind, event.key).allocated_bytes
+                self._lose(event.kind, event.key)
             case Reinstated():
                 kept = self.quarantined[event.file]
                 recency = record.sequence << RECENCY_SHIFT
@@ -135,7 +138,7 @@ class State(Tables):
                     dataclasses.replace(kept.entry, recency=recency, child_count=0, is_short=False)
                 )
                 self._forget(self.quarantined.pop(event.file))
-                self.used_bytes -= kept.entry.allocated_bytes
+                self.charges[entries.QUARANTINED] -= kept.entry.allocated_bytes
             case Purged():
                 self._purge(event.namespace)
             case ReportedBad():
@@ -187,12 +190,12 @@ class State(Tables):
                         digest=event.digest,
                     )
                 )
-                self.used_bytes += event.allocated_bytes
+                self.charges[entries.SEGMENTS] += event.allocated_bytes
             case SegmentDropped():
                 segment = self.segments.pop(event.first, None)
                 if segment is not None:
                     self._forget(segment)
-                    self.used_bytes -= segment.allocated_bytes
+                    self.charges[entries.SEGMENTS] -= segment.allocated_bytes
             case Restored() | Missed() | NotStored() | Compacted():
                 pass  # kept for the audit; nothing follows from them
             case _:
@@ -207,6 +210,7 @@ class State(Tables):
         if older is not None:
             entry.child_count = older.child_count
             entry.is_short = older.is_short
+            self.charges[older.table] -= older.allocated_bytes
             self._doom(older, "replaced")
         elif entry.kind is Kind.BLOCK:
             hole = self.holes.pop(entry.key, None)
@@ -219,7 +223,7 @@ class State(Tables):
             self.population[entry.namespace] += 1
             self._count_short(entry)
         table[entry.key] = self._note(entry)
-        self.used_bytes += entry.allocated_bytes
+        self.charges[entry.table] += entry.allocated_bytes
         self._push_leaf(entry)
 
     def _require(self, kind: Kind, key: bytes, generation: int) -> Entry:
@@ -293,11 +297,12 @@ class State(Tables):
         kept = self.quarantined.pop(file, None)
         if kept is not None:
             self._forget(kept)
-            self.used_bytes -= kept.entry.allocated_bytes
+            self.charges[entries.QUARANTINED] -= kept.entry.allocated_bytes
             return
         doomed = self.doomed.pop(file)
         self._forget(doomed)
-        self.used_bytes -= doomed.allocated_bytes
+        self.charges[entries.DOOMED] -= doomed.allocated_bytes
+        self.refused_count -= bool(doomed.refusals)
 
     def _touch(self, sequence: int, event: Touched) -> None:
         for index, key in enumerate(event.keys):
@@ -310,6 +315,7 @@ class State(Tables):
 
     def _drop(self, table: dict[bytes, Entry], key: bytes) -> Entry:
         entry = table.pop(key)
+        self.charges[entry.table] -= entry.allocated_bytes
         if entry.kind is Kind.BLOCK:
             self.population[entry.namespace] -= 1
             self._discount_short(entry)
@@ -319,7 +325,6 @@ class State(Tables):
     def _doom(self, entry: Entry, reason: str) -> None:
         """A dropped entry's file, if it has one, stays charged until it is deleted."""
         if entry.file is None:
-            self.used_bytes -= entry.allocated_bytes
             return
         self.doomed[entry.file] = self._note(
             DoomedFile(
@@ -329,6 +334,7 @@ class State(Tables):
                 reason=reason,
             )
         )
+        self.charges[entries.DOOMED] += entry.allocated_bytes
 
     def _attach(self, parent: bytes, namespace: bytes) -> None:
         above = self.blocks.get(parent) or self.holes.get(parent)

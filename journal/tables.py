@@ -53,8 +53,10 @@ class Tables:
         self.settings: dict[str, int] = {}
         self.pins: set[bytes] = set()
         self.segments: dict[int, Segment] = {}
-        # Allocated bytes of every file that is named: live, doomed, quarantined, sealed segments.
-        self.used_bytes: int = 0
+        # Allocated bytes of every file that is named, by the table that names it: running sums.
+        self.charges: Counter[bytes] = Counter()
+        # Doomed files whose deletion was refused.
+        self.refused_count: int = 0
         # Live blocks of each namespace.
         self.population: Counter[bytes] = Counter()
         self.changed: set[bytes] = set()
@@ -64,6 +66,11 @@ class Tables:
         self._leaves: list[tuple[int, bytes]] = []
 
     # Questions.
+
+    @property
+    def used_bytes(self) -> int:
+        """Allocated bytes of every file that is named: live, doomed, quarantined, segments."""
+        return self.charges.total()
 
     def entry(self, kind: Kind, key: bytes) -> Entry | None:
         """The live entry of a kind and key."""
@@ -250,7 +257,8 @@ class Tables:
             (entry.recency, entry.key) for entry in self.blocks.values() if not entry.child_count
         ]
         heapq.heapify(self._leaves)
-        self.used_bytes = self.sum_of_charges()
+        self.charges = self.sum_of_charges()
+        self.refused_count = sum(bool(doomed.refusals) for doomed in self.doomed.values())
 
     def _count_short(self, entry: Entry) -> None:
         """Count a block that is shorter than the one before it, or that has none before it."""
@@ -268,14 +276,21 @@ class Tables:
             if not self.short[entry.parent]:
                 del self.short[entry.parent]
 
-    def sum_of_charges(self) -> int:
-        """``used_bytes``, added up anew."""
-        return (
-            sum(entry.allocated_bytes for entry in self.blocks.values())
-            + sum(entry.allocated_bytes for entry in self.sidecars.values())
-            + sum(doomed.allocated_bytes for doomed in self.doomed.values())
-            + sum(kept.entry.allocated_bytes for kept in self.quarantined.values())
-            + sum(segment.allocated_bytes for segment in self.segments.values())
+    def sum_of_charges(self) -> Counter[bytes]:
+        """``charges``, added up anew."""
+        kept = [each.entry for each in self.quarantined.values()]
+        charged = {
+            entries.BLOCKS: self.blocks.values(),
+            entries.SIDECARS: self.sidecars.values(),
+            entries.DOOMED: self.doomed.values(),
+            entries.QUARANTINED: kept,
+            entries.SEGMENTS: self.segments.values(),
+        }
+        return Counter(
+            {
+                table: sum(each.allocated_bytes for each in things)
+                for table, things in charged.items()
+            }
         )
 
     def _known(self, record_id: bytes) -> tuple[bytes, bytes]:

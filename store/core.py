@@ -14,6 +14,7 @@ from ..journal.log import MutableLog
 from ..journal.state import State
 from ..journal.words import MissReason, NotStoredReason
 from .boundary import Claim, NotStored
+from .histogram import MutableHistogram
 from .overlay import MutableOverlay
 from .settings import StoreSettings
 
@@ -25,6 +26,9 @@ class Clock:
     wall_ns: Callable[[], int] = time.time_ns
     monotonic: Callable[[], float] = time.monotonic
 
+
+# An SSD syncs in one to some tens of milliseconds, a disk that is overloaded in seconds.
+COMMIT_SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 # Events that wait for a commit; a journal on a full disk takes none.
 RIDING_MAX = 10_000
@@ -56,8 +60,9 @@ class Counts:
     staging_bytes_high_water: int = 0
     inline_writes: int = 0
     backpressure_seconds: float = 0.0
-    commits: int = 0
-    commit_seconds: float = 0.0
+    commit_seconds: MutableHistogram = field(
+        default_factory=lambda: MutableHistogram(COMMIT_SECONDS_BOUNDS)
+    )
     stage_seconds: float = 0.0
     sync_failures_in_a_row: int = 0
     backups_failed: int = 0

@@ -193,8 +193,7 @@ def _commit(
         return refusal.detail
     measure_journal(core)
     with core.lock:
-        core.counts.commits += 1
-        core.counts.commit_seconds += core.clock.monotonic() - started
+        core.counts.commit_seconds.note(core.clock.monotonic() - started)
         apply_records(core, records)
         if accepted:
             parts = (part for claim in accepted for part in claim.boundary.parts)

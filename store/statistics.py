@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from ..journal import entries
 from ..journal.state import State
 from .core import MutableCore
+from .histogram import Histogram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,9 @@ class Statistics:
     boundaries_stored: int
     payload_bytes_written: int
     commits: int
+    # All of them together, and how long each took.
     commit_seconds: float
+    commit_latency: Histogram
     stage_seconds: float
     restores: int
     walkbacks: int
@@ -59,22 +63,22 @@ class Statistics:
 
 
 def holdings_of(state: State) -> Holdings:
-    """Count what a state holds."""
+    """What a state holds, from its running sums: as fast for a million entries as for ten."""
     return Holdings(
         block_count=len(state.blocks),
-        block_bytes=sum(entry.allocated_bytes for entry in state.blocks.values()),
+        block_bytes=state.charges[entries.BLOCKS],
         sidecar_count=len(state.sidecars),
-        sidecar_bytes=sum(entry.allocated_bytes for entry in state.sidecars.values()),
+        sidecar_bytes=state.charges[entries.SIDECARS],
         doomed_count=len(state.doomed),
-        doomed_bytes=sum(doomed.allocated_bytes for doomed in state.doomed.values()),
-        refused_count=sum(bool(doomed.refusals) for doomed in state.doomed.values()),
+        doomed_bytes=state.charges[entries.DOOMED],
+        refused_count=state.refused_count,
         quarantined_count=len(state.quarantined),
-        quarantined_bytes=sum(kept.entry.allocated_bytes for kept in state.quarantined.values()),
+        quarantined_bytes=state.charges[entries.QUARANTINED],
         hole_count=len(state.holes),
         pin_count=len(state.pins),
         namespace_count=len(state.namespaces),
         segment_count=len(state.segments),
-        segment_bytes=sum(segment.allocated_bytes for segment in state.segments.values()),
+        segment_bytes=state.charges[entries.SEGMENTS],
         used_bytes=state.used_bytes,
         sequence=state.sequence,
         epoch=state.epoch,
@@ -84,6 +88,7 @@ def holdings_of(state: State) -> Holdings:
 def statistics_of(core: MutableCore) -> Statistics:
     """The figures now. Needs the store's lock."""
     counts = core.counts
+    commits = counts.commit_seconds.now()
     return Statistics(
         holdings=holdings_of(core.state),
         budget_bytes=core.budget_bytes,
@@ -97,8 +102,9 @@ def statistics_of(core: MutableCore) -> Statistics:
         inline_writes=counts.inline_writes,
         boundaries_stored=counts.boundaries_stored,
         payload_bytes_written=counts.payload_bytes_written,
-        commits=counts.commits,
-        commit_seconds=counts.commit_seconds,
+        commits=sum(commits.counts),
+        commit_seconds=commits.total,
+        commit_latency=commits,
         stage_seconds=counts.stage_seconds,
         restores=counts.restores,
         walkbacks=counts.walkbacks,

@@ -50,7 +50,7 @@ PURE = {
         "tables",
         "words",
     ),
-    "store": ("boundary", "decoder", "eviction", "overlay", "payload", "tensors"),
+    "store": ("boundary", "decoder", "eviction", "histogram", "overlay", "payload", "tensors"),
     "restore": ("candidates", "identity", "images", "layout", "plan"),
 }
 PURE_PATHS = [f"{folder}/{name}.py" for folder, names in PURE.items() for name in names]

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from cache_maker import HookedFiles, file_of, flip_byte
+from cache_maker import HookedFiles, core_of, file_of, flip_byte
 from mlx import nn
 from mlx_lm.server import APIHandler
 from prometheus_client import CollectorRegistry
@@ -238,6 +238,25 @@ def test_every_help_text_is_a_sentence_and_no_two_are_the_same(cache: Cache) -> 
 
     assert all(text.endswith(".") and "\n" not in text for text in texts)
     assert len(set(texts)) == len(texts)
+
+
+def test_commits_are_a_cumulative_histogram_of_seconds(cache: Cache) -> None:
+    before = labelled(samples_of(text_of(figures_of(cache))), "walkback_commit_seconds_bucket")
+    for seconds in (0.0005, 0.03, 0.03, 60.0):
+        core_of(cache.store).counts.commit_seconds.note(seconds)
+
+    figures = figures_of(cache)
+    buckets = labelled(samples_of(text_of(figures)), "walkback_commit_seconds_bucket")
+
+    more = {bound: count - before[bound] for bound, count in buckets.items()}
+    assert (more["0.001"], more["0.02"], more["0.05"], more["10.0"], more["+Inf"]) == (
+        1,
+        1,
+        3,
+        3,
+        4,
+    )
+    assert dict_of(figures)["commit_seconds_p99"] == 10
 
 
 # The dict.

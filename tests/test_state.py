@@ -1,5 +1,6 @@
 """The fold: from the events alone, the same from any cut, and sure of what cannot be true."""
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -28,6 +29,7 @@ from walkback.journal.events import (
 from walkback.journal.invariants import violations
 from walkback.journal.state import State
 from walkback.journal.words import AbandonReason, EvictReason, FileName, Kind
+from walkback.store.statistics import holdings_of
 
 STEPS = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000)), max_size=60)
 
@@ -41,8 +43,34 @@ def view(state: State) -> View:
         state.sequence,
         dict(state.records()),
         state.used_bytes,
+        charged(state),
         {each.key: each.child_count for each in with_children},
         [leaf.key for leaf in state.coldest_leaves()],
+    )
+
+
+def charged(state: State) -> tuple[int, ...]:
+    """The running sums, as they are shown."""
+    held = holdings_of(state)
+    return (
+        held.block_bytes,
+        held.sidecar_bytes,
+        held.doomed_bytes,
+        held.refused_count,
+        held.quarantined_bytes,
+        held.segment_bytes,
+    )
+
+
+def added_up(state: State) -> tuple[int, ...]:
+    """The same from every entry, one after the other."""
+    return (
+        sum(each.allocated_bytes for each in state.blocks.values()),
+        sum(each.allocated_bytes for each in state.sidecars.values()),
+        sum(each.allocated_bytes for each in state.doomed.values()),
+        sum(each.refusals > 0 for each in state.doomed.values()),
+        sum(each.entry.allocated_bytes for each in state.quarantined.values()),
+        sum(each.allocated_bytes for each in state.segments.values()),
     )
 
 
@@ -72,6 +100,32 @@ def test_the_invariants_hold_after_every_event(steps: list[tuple[int, int]]) -> 
         state.apply(record)
 
         assert list(violations(state)) == []
+
+
+@given(STEPS, st.integers(0, 1000))
+@settings(max_examples=50, deadline=None)
+def test_running_sums_are_what_adding_up_gives(steps: list[tuple[int, int]], cut: int) -> None:
+    records = told(steps).records
+    cut %= len(records) + 1
+    running = State()
+    for record in records:
+        running.apply(record)
+        assert charged(running) == added_up(running)
+
+    early = replay(records[:cut])
+    snapshot = replay(records[cut:], State.from_records(early.sequence, early.records()))
+
+    assert charged(snapshot) == charged(running)
+    assert running.used_bytes == sum(added_up(running)) - charged(running)[3]
+
+
+def test_running_sums_hold_through_a_long_history() -> None:
+    """Segments that are dropped and deletions that are done after a refusal are rare."""
+    choices, history = random.Random(1), Historian()
+
+    for _ in range(1500):
+        history.step(choices.randrange(1000), choices.randrange(1000))
+        assert charged(history.state) == added_up(history.state)
 
 
 @given(STEPS)
@@ -553,9 +607,9 @@ def _forget_holes(self: State, parent: bytes) -> None:
 
 
 def _charge_nothing(self: State, file: FileName) -> None:
-    before = self.used_bytes
+    before = self.charges.copy()
     _DELETE(self, file)
-    self.used_bytes = before
+    self.charges = before
 
 
 _EVICT = State._evict  # pyright: ignore[reportPrivateUsage]

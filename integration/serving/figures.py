@@ -34,10 +34,9 @@ MemoryFigures = Callable[[], MemoryTier | None]
 
 
 def figures_of(cache: Cache, memory: MemoryFigures | None = None) -> Figures:
-    """The figures now. Any thread may ask; a closed cache has its last ones.
+    """The figures now, at no cost that grows with the cache.
 
-    Holds the store's lock while it adds up what every entry takes: 0.2 µs for each, so 0.1 s for
-    500,000. Scrape no oftener than every few seconds.
+    Any thread may ask; a closed cache has its last ones.
     """
     return Figures(
         statistics=cache.statistics(),
@@ -49,10 +48,14 @@ def figures_of(cache: Cache, memory: MemoryFigures | None = None) -> Figures:
 def dict_of(figures: Figures) -> dict[str, Any]:
     """The figures as JSON has them; names are those of ``Statistics``, ``Depths``, ``MemoryTier``.
 
-    The reasons of misses and refusals that did not happen are left out.
+    The reasons of misses and refusals that did not happen are left out. Beside the buckets of the
+    commits stand the seconds that half of them, and 99 of 100, took at most.
     """
+    latency = figures.statistics.commit_latency
     return {
         **dataclasses.asdict(figures.statistics),
+        "commit_seconds_p50": latency.quantile(0.5),
+        "commit_seconds_p99": latency.quantile(0.99),
         "depths": dataclasses.asdict(figures.depths),
         "memory": None if figures.memory is None else dataclasses.asdict(figures.memory),
     }

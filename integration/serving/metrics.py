@@ -14,12 +14,12 @@ from prometheus_client.metrics_core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
-    SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
 
 from ...journal.words import MissReason, NotStoredReason
 from ...store.core import Mode
+from ...store.histogram import Histogram
 from ...store.statistics import Statistics
 from ..cache import Cache
 from .figures import Figures, MemoryFigures, MemoryTier, figures_of
@@ -74,14 +74,11 @@ def _lookups(figures: Figures) -> Iterator[Metric]:
         "reason",
         {str(reason): now.misses.get(reason, 0) for reason in MissReason},
     )
-    bounds = [*map(str, depths.bounds), "+Inf"]
-    counts = accumulate(depths.counts)
-    yield HistogramMetricFamily(
+    yield _histogram(
         "walkback_endpoint_tokens",
         "How many tokens a restore resumed with. If short of your system prompt, pass turn ends or "
         "raise the budget.",
-        list(zip(bounds, counts, strict=True)),
-        depths.restored_tokens,
+        Histogram(bounds=depths.bounds, counts=depths.counts, total=depths.restored_tokens),
     )
     yield CounterMetricFamily(
         "walkback_uncached_tokens",
@@ -148,12 +145,11 @@ def _stores(now: Statistics) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "walkback_stage_seconds", "Time spent hashing, writing and syncing.", now.stage_seconds
     )
-    yield SummaryMetricFamily(
+    yield _histogram(
         "walkback_commit_seconds",
-        "Durable transactions of the journal. If the mean is above some 50 ms, the disk is slow to "
-        "sync: something else may be writing to it.",
-        now.commits,
-        now.commit_seconds,
+        "Durable transactions of the journal. If half of them take more than some 50 ms, the disk "
+        "is slow to sync: something else may be writing to it.",
+        now.commit_latency,
     )
 
 
@@ -246,6 +242,12 @@ def _memory(memory: MemoryTier) -> Iterator[Metric]:
         "it.",
         memory.hits,
     )
+
+
+def _histogram(name: str, help_text: str, found: Histogram) -> Metric:
+    bounds = [*map(str, found.bounds), "+Inf"]
+    buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+    return HistogramMetricFamily(name, help_text, buckets, found.total)
 
 
 def _by_label(
