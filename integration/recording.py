@@ -68,6 +68,9 @@ class MutableRecording:
         self._claims: list[Claim] = []
         self._is_over = False
         self.refusals: list[NotStored] = []
+        # Boundaries that are durable, and those that were there already.
+        self.stored_count = 0
+        self.known_count = 0
 
     @property
     def position(self) -> int:
@@ -104,12 +107,18 @@ class MutableRecording:
         self.finish()
         self.wait()
 
-    def wait(self) -> list[NotStored]:
-        """Wait until every boundary is durable or refused; the refusals."""
+    def wait(self, timeout_seconds: float | None = None) -> list[NotStored]:
+        """Wait until every boundary is durable or refused, or that long; the refusals."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         for claim in self._claims:
-            claim.settled.wait()
+            claim.settled.wait(None if deadline is None else max(deadline - time.monotonic(), 0))
         self._drop_settled()
         return list(self.refusals)
+
+    @property
+    def waiting_count(self) -> int:
+        """Boundaries that were neither durable nor refused when that was last looked at."""
+        return len(self._claims)
 
     def _refusal_of(self, position: int) -> NotStored | None:
         recorded = self._recorded
@@ -148,6 +157,7 @@ class MutableRecording:
         boundary = self._boundary(layout, position, links, with_state=is_end)
         self._position = position
         if not boundary.parts:
+            self.known_count += 1
             return None
         claim = store.claim(
             boundary,
@@ -158,6 +168,7 @@ class MutableRecording:
         if isinstance(claim, NotStored):
             return claim
         if claim.is_empty:
+            self.known_count += 1
             self._hold_tip()
             return None
         try:
@@ -230,6 +241,8 @@ class MutableRecording:
                 waiting.append(claim)
             elif claim.refusal is not None:
                 self.refusals.append(claim.refusal)
+            else:
+                self.stored_count += 1
         self._claims = waiting
 
     def _hold_tip(self) -> None:

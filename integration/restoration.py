@@ -43,6 +43,8 @@ class Restoration:
     detail: str
     sidecars: int
     walkbacks: int
+    # How many of the prompt's first tokens stand in whole blocks on disk, restorable or not.
+    matched_tokens: int
     mixed_plan: bool
     header_seconds: float
     bytes_seconds: float
@@ -162,6 +164,7 @@ class PendingRestore:
             detail="" if isinstance(outcome, Resumed) else outcome.detail,
             sidecars=0 if resumed is None else resumed.sidecars,
             walkbacks=outcome.walkbacks,
+            matched_tokens=outcome.matched_tokens,
             mixed_plan=resumed is not None and resumed.mixed_plan,
             header_seconds=0.0 if resumed is None else resumed.header_seconds,
             bytes_seconds=0.0 if resumed is None else resumed.bytes_seconds,
@@ -194,6 +197,7 @@ class PendingRestore:
             detail="",
             sidecars=0,
             walkbacks=0,
+            matched_tokens=prefix.end,
             mixed_plan=prefix.plan_digest != plan.digest_of(endpoint),
             header_seconds=0.0,
             bytes_seconds=0.0,

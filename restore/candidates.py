@@ -44,6 +44,11 @@ class Match:
     candidate: Candidate | None
 
     @property
+    def matched_tokens(self) -> int:
+        """The end of the full blocks that matched."""
+        return self.blocks[-1].end if self.blocks else 0
+
+    @property
     def deepest(self) -> Located | None:
         """The deepest block that matched, be it a full one or the candidate's tail."""
         found = [*self.blocks[-1:], *(self.candidate.blocks[-1:] if self.candidate else ())]

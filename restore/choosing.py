@@ -42,6 +42,8 @@ class NotResumed:
     reason: MissReason
     detail: str
     walkbacks: int = 0
+    # The end of the whole blocks that matched.
+    matched_tokens: int = 0
     junction: int | None = None
 
 

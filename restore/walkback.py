@@ -45,6 +45,8 @@ class Resumed(Generic[Made]):
     is_at_its_stop: bool
     sidecars: int
     walkbacks: int
+    # The end of the whole blocks that matched when it was chosen.
+    matched_tokens: int
     mixed_plan: bool
     header_seconds: float
     bytes_seconds: float
@@ -62,6 +64,7 @@ class _Attempt:
     refused: set[bytes] = field(default_factory=set[bytes])
     failure: MissReason | None = None
     detail: str = ""
+    matched_tokens: int = 0
     junction: int | None = None
 
 
@@ -159,6 +162,7 @@ class MutableResumption(Generic[AssemblyT]):
         is_kept = False
         try:
             attempt.junction = choice.junction
+            attempt.matched_tokens = choice.found.matched_tokens
             if choice.miss is not None:
                 self._miss = self._missed(choice.miss)
                 return
@@ -237,6 +241,7 @@ class MutableResumption(Generic[AssemblyT]):
             is_at_its_stop=is_at_its_stop,
             sidecars=attempt.sidecars,
             walkbacks=attempt.walkbacks,
+            matched_tokens=attempt.matched_tokens,
             mixed_plan=mixed_plan,
             header_seconds=attempt.header_seconds,
             bytes_seconds=attempt.bytes_seconds,
@@ -263,6 +268,7 @@ class MutableResumption(Generic[AssemblyT]):
             reason=reason,
             detail=detail,
             walkbacks=attempt.walkbacks,
+            matched_tokens=attempt.matched_tokens,
             junction=_beyond(attempt.junction, 0),
         )
 

@@ -28,12 +28,17 @@ class Figures:
     statistics: Statistics
     depths: Depths
     memory: MemoryTier | None
+    # Prompts since something was stored of which nothing was; None if nobody counts them.
+    unstored_prompts: int | None
 
 
+UnstoredPrompts = Callable[[], int]
 MemoryFigures = Callable[[], MemoryTier | None]
 
 
-def figures_of(cache: Cache, memory: MemoryFigures | None = None) -> Figures:
+def figures_of(
+    cache: Cache, memory: MemoryFigures | None = None, unstored: UnstoredPrompts | None = None
+) -> Figures:
     """The figures now, at no cost that grows with the cache.
 
     Any thread may ask; a closed cache has its last ones.
@@ -42,6 +47,7 @@ def figures_of(cache: Cache, memory: MemoryFigures | None = None) -> Figures:
         statistics=cache.statistics(),
         depths=cache.depths(),
         memory=None if memory is None else memory(),
+        unstored_prompts=None if unstored is None else unstored(),
     )
 
 
@@ -58,4 +64,5 @@ def dict_of(figures: Figures) -> dict[str, Any]:
         "commit_seconds_p99": latency.quantile(0.99),
         "depths": dataclasses.asdict(figures.depths),
         "memory": None if figures.memory is None else dataclasses.asdict(figures.memory),
+        "unstored_prompts": figures.unstored_prompts,
     }

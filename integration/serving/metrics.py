@@ -54,6 +54,13 @@ def families(figures: Figures) -> Iterator[Metric]:
     yield from _lookups(figures)
     yield from _stores(figures.statistics)
     yield from _holdings(figures.statistics)
+    if figures.unstored_prompts is not None:
+        yield GaugeMetricFamily(
+            "walkback_unstored_prompts",
+            "Prompts since something was stored of which nothing was, though it could have been. "
+            "If it grows, see walkback_refusals_total and the log.",
+            figures.unstored_prompts,
+        )
     if figures.memory is not None:
         yield from _memory(figures.memory)
 

@@ -106,6 +106,14 @@ def parse_size(text: str) -> int:
     return nbytes
 
 
+def size_text(nbytes: int) -> str:
+    """A size as people write it, and as ``parse_size`` reads it: ``1.5G``, ``512M``, ``0``."""
+    for unit, factor in reversed(_UNITS.items()):
+        if nbytes >= factor and unit:
+            return f"{nbytes / factor:.1f}".removesuffix(".0") + unit
+    return str(nbytes)
+
+
 def _switch(name: str, text: str) -> bool:
     if text.lower() not in _TRUE + _FALSE:
         raise SettingsError(f"{name} is {text!r}; it must be 1 or 0")

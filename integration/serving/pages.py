@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from ..cache import Cache
-from .figures import Figures, MemoryFigures, dict_of, figures_of
+from .figures import Figures, MemoryFigures, UnstoredPrompts, dict_of, figures_of
 from .metrics import text_of
 
 log = logging.getLogger("walkback")
@@ -23,10 +23,14 @@ PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 class Pages:
     """The pages of one cache. Any thread may call it: servers answer each request on its own."""
 
-    def __init__(self, cache: Cache, memory: MemoryFigures | None = None) -> None:
-        """``memory`` is asked for the tier in RAM at each request, on the request's thread."""
-        self._cache = cache
-        self._memory = memory
+    def __init__(
+        self,
+        cache: Cache,
+        memory: MemoryFigures | None = None,
+        unstored: UnstoredPrompts | None = None,
+    ) -> None:
+        """``memory`` and ``unstored`` are asked at each request, on the request's thread."""
+        self._figures = functools.partial(figures_of, cache, memory, unstored)
         self._pages: dict[str, tuple[str, Callable[[Figures], bytes]]] = {
             "/metrics": (PROMETHEUS_TEXT, text_of),
             "/walkback/stats": ("application/json", _json_of),
@@ -43,7 +47,7 @@ class Pages:
         content_type, render = page
         status = 200
         try:
-            body = render(figures_of(self._cache, self._memory))
+            body = render(self._figures())
         except Exception:
             log.exception("%s was not answered", handler.path)
             status, content_type, body = 500, "text/plain", b"see the log\n"

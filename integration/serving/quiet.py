@@ -16,8 +16,14 @@ class QuietRecording:
     stored. What was captured before is kept, and the request goes on.
     """
 
-    def __init__(self, recording: MutableRecording) -> None:
+    def __init__(
+        self,
+        recording: MutableRecording,
+        at_end: Callable[[MutableRecording], None] = lambda _: None,
+    ) -> None:
+        """``at_end`` is called with the recording once it is over."""
         self._recording = recording
+        self._at_end = at_end
         self._is_over = False
 
     def stop(self, position: int, make_cache: Callable[[], Sequence[Any]]) -> None:
@@ -30,8 +36,14 @@ class QuietRecording:
 
     def finish(self) -> None:
         """End the recording. Twice is harmless."""
-        self._try(self._recording.finish)
+        if self._is_over:
+            return
         self._is_over = True
+        for step in (self._recording.finish, lambda: self._at_end(self._recording)):
+            try:
+                step()
+            except Exception:
+                log.exception("the end of a recording failed")
 
     def _try(self, step: Callable[[], object]) -> None:
         if self._is_over:

@@ -37,6 +37,7 @@ class BindingModelProvider(upstream.ModelProvider):
 
     def __init__(self, session: MutableSession, cli_args: Any) -> None:
         self._session = session
+        session.tell_of_settings()
         super().__init__(cli_args)
 
     def reset(self) -> None:
@@ -111,7 +112,9 @@ def _joined(session: MutableSession, arguments: Sequence[str]) -> Generator[None
 def _pages_of(session: MutableSession) -> contextlib.AbstractContextManager[None]:
     if session.cache is None:
         return contextlib.nullcontext()
-    return Pages(session.cache, session.memory_figures).joined(upstream.APIHandler)
+    return Pages(
+        session.cache, session.memory_figures, lambda: session.teller.watch.unstored
+    ).joined(upstream.APIHandler)
 
 
 @contextlib.contextmanager

@@ -22,9 +22,11 @@ from ..cache import Cache
 from ..restoration import PendingRestore, Restoration
 from .figures import MemoryFigures, MemoryTier
 from .images import RequestImages
-from .options import ServeOptions
+from .memory import hot_bytes_for
+from .options import ServeOptions, size_text
 from .padding import padding_reaches_state
 from .quiet import QuietRecording
+from .telling import MutableTeller
 from .turns import closing_ids
 from .vision import why_images_do_not_resume
 
@@ -95,10 +97,14 @@ class MutableSession:
         self.cache = cache
         self.options = options
         self.bound_to: BoundTo | None = None
+        # What the tier in memory may hold, in bytes; None before a model is loaded, or always.
+        self.hot_max = options.hot_max
+        self.teller = MutableTeller()
         # What the tier in memory holds; it says so itself once mlx-lm has made it. For any thread.
         self.memory_tier: MemoryFigures = lambda: None
         self._current: Prepared | None = None
         self._told: set[NotStoredReason] = set()
+        self._why_unbound = "no model is loaded"
 
     def memory_figures(self) -> MemoryTier | None:
         """What the tier in memory holds now, None before there is one. Any thread."""
@@ -109,17 +115,24 @@ class MutableSession:
         self.bound_to = None
         if self.cache is None:
             return
+        if self.options.hot_max is None:
+            self.hot_max = hot_bytes_for(provider.model)
+        self._why_unbound = "its model could not be bound"
+        self._bind(self.cache, provider)
+        self._tell_of_memory(self.cache, provider)
+
+    def _bind(self, cache: Cache, provider: Any) -> None:
         if provider.draft_model is not None:
             self._refuse(NotStoredReason.DRAFT_MODEL, "a draft model rewinds, a state cannot")
+            self._why_unbound = "there is a draft model"
             return
         if provider.is_distributed:
             self._refuse(NotStoredReason.DISTRIBUTED, "ranks would have to agree on a prefix")
+            self._why_unbound = "it is distributed"
             return
         model_path, adapter_path, _ = provider.model_key
         try:
-            bound = self.cache.bind(
-                provider.model, local_directory(model_path), adapter=adapter_path
-            )
+            bound = cache.bind(provider.model, local_directory(model_path), adapter=adapter_path)
             layout = bound.layout
             has_state = layout is not None and layout.has_point_state
             is_safe = not (has_state and padding_reaches_state(provider.model))
@@ -138,14 +151,24 @@ class MutableSession:
 
     @property
     def stores(self) -> bool:
-        """Whether what requests compute is stored.
+        """Whether what requests compute is stored."""
+        return not self.why_unstored
+
+    @property
+    def why_unstored(self) -> str:
+        """Why nothing that requests compute is stored, in words; "" if it is.
 
         A row whose state padding has reached is wrong, and so is all that is computed from it, in
         memory too. It cannot be told from others later, so with --unsafe-batching none is stored.
         """
         bound_to = self.bound_to
-        is_tainted = bound_to is not None and not bound_to.is_padding_safe
-        return not (self.options.read_only or (is_tainted and self.options.unsafe_batching))
+        if bound_to is None:
+            return self._why_unbound
+        if self.options.read_only:
+            return "--read-only"
+        if not bound_to.is_padding_safe and self.options.unsafe_batching:
+            return "--unsafe-batching"
+        return ""
 
     def unbind(self) -> None:
         self.bound_to = None
@@ -177,6 +200,32 @@ class MutableSession:
         self.unbind()
         if self.cache is not None:
             self.cache.close()
+        self.teller.close()
+
+    def tell_of_settings(self) -> None:
+        """Say what the server does with its cache, once the log is set up."""
+        cache, options = self.cache, self.options
+        if cache is None:
+            log.info("walkback: no cache; this is mlx-lm's server as it is")
+            return
+        log.info(
+            "walkback: the cache %s may take %s and leaves %s of its volume free; blocks of %d "
+            "tokens, checkpoints every %d%s",
+            cache.store.files.root,
+            size_text(cache.statistics().budget_bytes),
+            size_text(options.disk_floor),
+            options.block_tokens,
+            options.checkpoint_tokens,
+            ", nothing is stored" if options.read_only else "",
+        )
+
+    def _tell_of_memory(self, cache: Cache, provider: Any) -> None:
+        log.info(
+            "walkback: for %s, caches in RAM may take %s, and %s may wait for the disk",
+            provider.model_key[0],
+            "any size" if self.hot_max is None else size_text(self.hot_max),
+            size_text(cache.statistics().staging_limit_bytes),
+        )
 
     def _tell_of_padding(self) -> None:
         if self.options.unsafe_batching:

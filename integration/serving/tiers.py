@@ -9,6 +9,7 @@ the server's one generation thread.
 # pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
 
 import dataclasses
+import functools
 import logging
 import threading
 from typing import Any
@@ -21,6 +22,7 @@ from .images import is_inside_image
 from .quiet import QuietRecording
 from .rows import compact
 from .session import MutableSession, Prepared
+from .telling import MutableSeen, Told, parting_words
 
 log = logging.getLogger("walkback")
 
@@ -36,13 +38,12 @@ class TieredPromptCache(LRUPromptCache):
     """
 
     def __init__(self, session: MutableSession, max_size: int = 10) -> None:
-        hot_max = session.options.hot_max
-        super().__init__(max_size, *(() if hot_max is None else (hot_max,)))
+        super().__init__(max_size)
         self._session = session
         # RAM's trie changes on the generation thread while others ask how deep it reaches.
         self._lock = threading.RLock()
-        self._hot_max: int | None = hot_max
         self._hits = 0
+        self._seen = MutableSeen()
         session.memory_tier = self.figures
 
     def figures(self) -> MemoryTier:
@@ -51,7 +52,7 @@ class TieredPromptCache(LRUPromptCache):
             return MemoryTier(
                 sequences=len(self),
                 used_bytes=self.nbytes,
-                limit_bytes=self._hot_max,
+                limit_bytes=self._session.hot_max,
                 hits=self._hits,
             )
 
@@ -78,7 +79,9 @@ class TieredPromptCache(LRUPromptCache):
         prepared = self._session.current(tokens)
         try:
             if prepared is None or prepared.pending is None:
-                return self._from_memory(model, tokens)
+                cache, rest = self._from_memory(model, tokens)
+                self._tell_of_uncached(len(tokens), len(tokens) - len(rest))
+                return cache, rest
             return self._deeper(model, tokens, prepared)
         except Exception:
             log.exception("a look into the cache failed; the prompt is prefilled from its start")
@@ -97,7 +100,10 @@ class TieredPromptCache(LRUPromptCache):
         """Keep a cache in RAM, without the buffers that it may be a view of."""
         try:
             compact(prompt_cache)
+            hot_max = self._session.hot_max
             with self._lock:
+                if hot_max is not None:
+                    self.max_bytes = hot_max
                 super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
         except Exception:
             log.exception("a cache was not kept in memory")
@@ -131,13 +137,48 @@ class TieredPromptCache(LRUPromptCache):
             self._hits += 1
             QuietRecording(restoration.recording).finish()
             restoration = pending.adopt(cache, depth)
+        told = self._told(restoration, source, tokens, prepared)
         if not self._session.stores:
             restoration = dataclasses.replace(restoration, stops=())
-        _tell(restoration, source, len(tokens))
         prepared.restoration = restoration
-        prepared.recording = QuietRecording(restoration.recording)
+        prepared.recording = QuietRecording(
+            restoration.recording, functools.partial(self._session.teller.tell, told)
+        )
         endpoint = restoration.endpoint
         return (restoration.cache if endpoint else None), tokens[endpoint:]
+
+    def _told(
+        self, restoration: Restoration, source: str, tokens: list[int], prepared: Prepared
+    ) -> Told:
+        exact = self._seen.parting(prepared.model_key, tokens)
+        bound_to = self._session.bound_for(prepared.model_key)
+        assert bound_to is not None, "the model of a request is bound until it is served"
+        return Told(
+            prompt_tokens=len(tokens),
+            endpoint=restoration.endpoint,
+            source=source,
+            walkbacks=restoration.walkbacks,
+            reason=restoration.reason,
+            detail=restoration.detail,
+            parting=parting_words(
+                exact,
+                restoration.matched_tokens,
+                restoration.reason,
+                bound_to.bound.grid.block_tokens,
+            ),
+            why_unstored=self._session.why_unstored,
+            # Who asked for nothing to be stored is told so in each line, and needs no warning.
+            is_eligible=bool(restoration.stops) and self._session.stores,
+        )
+
+    def _tell_of_uncached(self, prompt_tokens: int, endpoint: int) -> None:
+        """Tell of a request that goes by the disk, though there is a cache."""
+        if self._session.cache is not None:
+            why = self._session.why_unstored or "it is served as mlx-lm does"
+            told = Told(
+                prompt_tokens=prompt_tokens, endpoint=endpoint, source="memory", why_unstored=why
+            )
+            self._session.teller.tell(told)
 
     def _start_anew(self, prepared: Prepared, depth: int) -> Any:
         prepared.cancel()
@@ -154,23 +195,3 @@ class TieredPromptCache(LRUPromptCache):
 def _without_its_last(tokens: list[int]) -> list[int]:
     """A prompt that nothing holds entirely, of the same length."""
     return [*tokens[:-1], _NO_TOKEN_ID]
-
-
-def _tell(restoration: Restoration, source: str, prompt_tokens: int) -> None:
-    if restoration.endpoint:
-        words = f", after {restoration.walkbacks} walk-backs" if restoration.walkbacks else ""
-        log.info(
-            "prompt of %d tokens: %d from %s, %d to compute%s",
-            prompt_tokens,
-            restoration.endpoint,
-            source,
-            restoration.uncached,
-            words,
-        )
-    else:
-        log.info(
-            "prompt of %d tokens: all to compute (%s: %s)",
-            prompt_tokens,
-            restoration.reason,
-            restoration.detail,
-        )

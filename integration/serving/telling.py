@@ -1,0 +1,174 @@
+"""One line in the log for each request: what it had, what it lacked, and what is stored of it."""
+
+import contextlib
+import logging
+import threading
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ...journal.words import MissReason
+from ..recording import MutableRecording
+from .watch import MutableWatch
+
+log = logging.getLogger("walkback")
+
+# A line waits for the disk, but not for one that hangs.
+SETTLE_SECONDS_MAX = 10.0
+WAITING_MAX = 64
+# What of the prompts before is kept, to say where one parts from them: 16 MB of token ids.
+SEEN_PROMPTS_MAX = 64
+SEEN_TOKENS_MAX = 1 << 21
+
+# Misses for which it does not matter how the prompt begins.
+_WHATEVER_THE_PROMPT = frozenset(MissReason) - {MissReason.UNSEEN, MissReason.NO_CHECKPOINT}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What is known of a request when it begins. ``stored`` is why nothing is, or "" if it may."""
+
+    prompt_tokens: int
+    endpoint: int
+    # "memory" or "disk"; of no meaning at 0.
+    source: str
+    walkbacks: int = 0
+    reason: MissReason | None = None
+    detail: str = ""
+    # In words: where the prompt parts from those before; "" if it does not, or nobody knows.
+    parting: str = ""
+    why_unstored: str = ""
+    # Whether something of it should have been stored: there is a stop beyond the endpoint.
+    is_eligible: bool = True
+
+
+class MutableTeller:
+    """Writes each line when its stores are durable or refused, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.watch = MutableWatch()
+        self._lines = ThreadPoolExecutor(1, thread_name_prefix="walkback-lines")
+        self._waiting = threading.Semaphore(WAITING_MAX)
+
+    def tell(self, told: Told, recording: MutableRecording | None = None) -> None:
+        """Tell of a request whose recording, if it has one, is over. Any thread; never waits."""
+        if recording is None or not self._waiting.acquire(blocking=False):
+            self._tell(told, recording)
+            return
+        try:
+            self._lines.submit(self._tell_later, told, recording)
+        except RuntimeError:
+            # Closed meanwhile.
+            self._waiting.release()
+            self._tell(told, recording)
+
+    def close(self) -> None:
+        """Write what waits. The stores that it waits for must be over, or come to be."""
+        self._lines.shutdown()
+
+    def _tell_later(self, told: Told, recording: MutableRecording) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._waiting.release)
+            recording.wait(SETTLE_SECONDS_MAX)
+            self._tell(told, recording)
+
+    def _tell(self, told: Told, recording: MutableRecording | None) -> None:
+        log.info("%s; %s", _had(told), _stored(told, recording))
+        if told.is_eligible:
+            self._note(told, recording)
+
+    def _note(self, told: Told, recording: MutableRecording | None) -> None:
+        if recording is None or told.why_unstored:
+            self.watch.note_unstored(told.why_unstored)
+        elif recording.stored_count or recording.known_count:
+            self.watch.note_stored()
+        elif not recording.waiting_count:
+            refusals = recording.refusals
+            self.watch.note_unstored(refusals[0].reason if refusals else "no stop was reached")
+
+
+def _had(told: Told) -> str:
+    if not told.endpoint:
+        where = f", {told.parting}" if told.parting else ""
+        why = f" ({told.reason}: {told.detail}{where})" if told.reason else ""
+        return f"prompt of {told.prompt_tokens} tokens: all to compute{why}"
+    uncached = told.prompt_tokens - told.endpoint
+    extras = [f"after {told.walkbacks} walk-backs"] if told.walkbacks else []
+    extras += [told.parting] if told.parting else []
+    return (
+        f"prompt of {told.prompt_tokens} tokens: {told.endpoint} from {told.source}, "
+        f"{uncached} to compute{''.join(f', {each}' for each in extras)}"
+    )
+
+
+def _stored(told: Told, recording: MutableRecording | None) -> str:
+    if recording is None or told.why_unstored:
+        return f"nothing is stored: {told.why_unstored}"
+    counts = {"stored": recording.stored_count, "still on their way": recording.waiting_count}
+    words = [
+        f"{count} point{'s' if count > 1 else ''} {what}" for what, count in counts.items() if count
+    ]
+    if recording.refusals:
+        last = recording.refusals[-1]
+        words.append(f"{len(recording.refusals)} not: {last.reason}, {last.detail}")
+    return ", ".join(words) or "nothing new to store"
+
+
+class MutableSeen:
+    """The newest prompts, to say where another parts from them. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._prompts: deque[tuple[object, array[int]]] = deque()
+        self._tokens = 0
+
+    def parting(self, model_key: object, token_ids: Sequence[int]) -> int | None:
+        """The first position at which a prompt differs from the one that it is most like.
+
+        None if there is none that goes on differently. The prompt is remembered.
+        """
+        prompt = array("q", token_ids)
+        with self._lock:
+            others = [other for key, other in self._prompts if key == model_key]
+            self._prompts.append((model_key, prompt))
+            self._tokens += len(prompt)
+            while len(self._prompts) > SEEN_PROMPTS_MAX or self._tokens > SEEN_TOKENS_MAX:
+                self._tokens -= len(self._prompts.popleft()[1])
+        longest, nearest = max(
+            ((_common(prompt, other), -at) for at, other in enumerate(reversed(others))),
+            default=(0, 0),
+        )
+        if not others:
+            return None
+        other = others[-1 + nearest]
+        return None if longest in (len(prompt), len(other)) else longest
+
+
+def _common(left: "array[int]", right: "array[int]") -> int:
+    """How many token ids two prompts begin with alike; by halves: comparing arrays is fast."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while low < high - 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def parting_words(
+    exact: int | None, matched_tokens: int, reason: MissReason | None, block_tokens: int
+) -> str:
+    """Where a prompt parts from those before: to the token, or to a block of what is on disk."""
+    if reason in _WHATEVER_THE_PROMPT:
+        return ""
+    if exact is not None and exact >= matched_tokens:
+        return f"it differs from the nearest at token {exact}"
+    if reason is None:
+        return ""
+    end = matched_tokens + block_tokens
+    return f"it differs from what is stored at one of the tokens {matched_tokens} to {end - 1}"
