@@ -19,6 +19,7 @@ from ..restore.plan import Grid
 from ..store.lookup import Located, View
 from ..store.store import MutableStore
 from .depths import MutableDepths
+from .recording import MutableRecording
 from .restoration import Binding, PendingRestore, Restoration, chain_of
 
 # Room behind a restored prefix, so that decoding some hundred tokens copies no buffer.
@@ -119,6 +120,13 @@ class BoundModel:
             beyond=beyond,
             readers=readers,
         )
+
+    def record(self, prompt: Sequence[int] | mx.array) -> MutableRecording:
+        """A recording of token ids whose cache the caller has, from their start; nothing is read.
+
+        What is stored of their beginning is not stored again.
+        """
+        return self._pending(prompt, (), (), 0, 0, None).adopt([], 0).recording
 
     def lookup(self, prompt: Sequence[int] | mx.array, *, images: Iterable[ImageSpan] = ()) -> int:
         """How many tokens of a prompt the index can restore now, to order or to route requests by.

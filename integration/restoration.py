@@ -211,10 +211,12 @@ class PendingRestore:
         )
 
     def _stored(self, endpoint: int) -> StoredPrefix:
+        if not endpoint:
+            return _NOTHING_STORED
         try:
             return stored_prefix(self._binding.store, self._chain, endpoint)
         except CacheClosedError:
-            return StoredPrefix(end=0, plan_digest=None, sequence=None, held=())
+            return _NOTHING_STORED
 
     def _outcome(self) -> Resumed[_Made] | NotResumed:
         if self._resumption is None:
@@ -282,6 +284,9 @@ class PendingRestore:
             )
         )
         return NotResumed(reason=reason, detail=detail)
+
+
+_NOTHING_STORED = StoredPrefix(end=0, plan_digest=None, sequence=None, held=())
 
 
 def chain_of(binding: Binding, token_ids: Sequence[int], images: Iterable[ImageSpan] = ()) -> Chain:

@@ -83,20 +83,22 @@ class PreparingResponseGenerator(ResponseGenerator):
             prepared.segments,
             prepared.segment_types,
             prepared.initial_state,
-            prepared.vision,
+            *([prepared.vision] if prepared.knows_images else []),
         )
 
     def _prepare(self, bound_to: BoundTo, request: Any, args: Any) -> Prepared | None:
         """Tokenise a copy of a request and begin to read its prefix; None if that cannot be."""
         # The server's tokenising changes messages in place.
         try:
-            token_ids, _, _, initial_state, vision = super()._tokenize(
+            # Before 0.32.1 there are no images, and nothing stands for them.
+            token_ids, _, _, initial_state, *visions = super()._tokenize(
                 bound_to.tokenizer, copy.deepcopy(request), args
             )
         except Exception:
             # The client's fault: upstream meets it again, and answers with it.
             log.debug("a request cannot be tokenised", exc_info=True)
             return None
+        vision = visions[0] if visions else None
         if not token_ids:
             return None
         images, spans, key = None, (), token_ids
@@ -121,6 +123,7 @@ class PreparingResponseGenerator(ResponseGenerator):
             segments=segments,
             segment_types=types,
             initial_state=initial_state,
+            knows_images=bool(visions),
             turn_ends=ends,
             beyond=beyond,
             pending=pending,

@@ -1,7 +1,7 @@
 """mlx-lm's server in this process, its seams joined to a cache.
 
 The seams are module globals of ``mlx_lm.server``, resolved when they are called: nothing of it is
-copied or changed on disk.
+copied or changed on disk. Which of them there are is looked at first.
 """
 
 # mlx-lm has no types of its own.
@@ -13,40 +13,22 @@ import functools
 import logging
 import signal
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx_lm.server as upstream
 
 from ...journal.errors import CacheLockedError
 from ..cache import Cache, open_cache
-from .batching import RecordingBatchGenerator
 from .options import ServeOptions, make_parser, parse_options
 from .pages import Pages
-from .requests import PreparingResponseGenerator
-from .sequential import stream_generate
-from .session import MutableSession
-from .tiers import TieredPromptCache
+from .seams import ONE_AT_A_TIME, Seams, Way, find_seams
+
+if TYPE_CHECKING:
+    from .session import MutableSession
 
 log = logging.getLogger("walkback")
-
-
-class BindingModelProvider(upstream.ModelProvider):
-    """Binds each model that it loads, on the generation thread."""
-
-    def __init__(self, session: MutableSession, cli_args: Any) -> None:
-        self._session = session
-        session.tell_of_settings()
-        super().__init__(cli_args)
-
-    def reset(self) -> None:
-        self._session.unbind()
-        super().reset()
-
-    def _load(self, *key: Any, **options: Any) -> None:
-        super()._load(*key, **options)
-        self._session.bind(self)
 
 
 def serve(arguments: Sequence[str]) -> None:
@@ -54,14 +36,23 @@ def serve(arguments: Sequence[str]) -> None:
 
     SettingsError for our flags; SystemExit for mlx-lm's.
     """
-    if "--help" in arguments or "-h" in arguments:
+    seams = find_seams()
+    is_help = "--help" in arguments or "-h" in arguments
+    options, rest = ServeOptions(cache_dir=Path(), off=True), ["--help"]
+    if is_help:
         print(make_parser({}).format_help())
-        options, rest = ServeOptions(cache_dir=Path()), ["--help"]
-        session = MutableSession(None, options)
     else:
         options, rest = parse_options(arguments)
-        session = MutableSession(_opened(options), options)
-    with _stopped_by_a_signal(session), _joined(session, rest):
+        for each in () if options.off else seams.lacks:
+            print(f"walkback: WARNING: {each}", file=sys.stderr)
+    if seams.way is Way.NOTHING:
+        with _arguments(rest):
+            upstream.main()
+        return
+    from .session import MutableSession
+
+    session = MutableSession(_opened(options), options, seams.way)
+    with _stopped_by_a_signal(session), _joined(session, rest, seams):
         upstream.main()
 
 
@@ -86,30 +77,67 @@ def _opened(options: ServeOptions) -> Cache | None:
 
 
 @contextlib.contextmanager
-def _joined(session: MutableSession, arguments: Sequence[str]) -> Generator[None]:
+def _joined(
+    session: "MutableSession", arguments: Sequence[str], seams: Seams | None = None
+) -> Generator[None]:
     """mlx-lm's server sees our classes and its own arguments while the context lasts."""
-    seams = {
-        "LRUPromptCache": functools.partial(TieredPromptCache, session),
-        "BatchGenerator": functools.partial(RecordingBatchGenerator, session),
-        "ModelProvider": functools.partial(BindingModelProvider, session),
-        "stream_generate": functools.partial(stream_generate, session),
-        "ResponseGenerator": functools.partial(PreparingResponseGenerator, session),
-    }
-    before = {name: getattr(upstream, name) for name in seams}
-    argv = sys.argv
-    sys.argv = ["walkback serve", *arguments]
-    for name, seam in seams.items():
+    seams = find_seams() if seams is None else seams
+    ours = _ours(session, seams)
+    before = {name: getattr(upstream, name) for name in ours}
+    pages = _pages_of(session) if seams.joins_pages else contextlib.nullcontext()
+    if seams.way is Way.WHOLE_PROMPTS and not session.options.unsafe_batching:
+        # Its batches cannot be asked whether their padding reaches a model's state.
+        arguments = [*arguments, ONE_AT_A_TIME, "1"]
+    for name, seam in ours.items():
         setattr(upstream, name, seam)
     try:
-        with _pages_of(session):
+        with _arguments(arguments), pages:
             yield
     finally:
-        sys.argv = argv
         for name, seam in before.items():
             setattr(upstream, name, seam)
 
 
-def _pages_of(session: MutableSession) -> contextlib.AbstractContextManager[None]:
+def _ours(session: "MutableSession", seams: Seams) -> dict[str, Callable[..., Any]]:
+    """What stands for which name of mlx-lm's server. Imported here: each needs its seams."""
+    from .provider import BindingModelProvider
+
+    if seams.way is Way.WHOLE_PROMPTS:
+        from .whole import WholePromptCache
+
+        return {
+            "LRUPromptCache": functools.partial(WholePromptCache, session),
+            "ModelProvider": functools.partial(BindingModelProvider, session),
+        }
+    from .batching import RecordingBatchGenerator
+    from .requests import PreparingResponseGenerator
+    from .tiers import TieredPromptCache
+
+    ours: dict[str, Callable[..., Any]] = {
+        "LRUPromptCache": functools.partial(TieredPromptCache, session),
+        "BatchGenerator": functools.partial(RecordingBatchGenerator, session),
+        "ModelProvider": functools.partial(BindingModelProvider, session),
+        "ResponseGenerator": functools.partial(PreparingResponseGenerator, session),
+    }
+    if seams.joins_sequential:
+        from .sequential import stream_generate
+
+        ours["stream_generate"] = functools.partial(stream_generate, session)
+    return ours
+
+
+@contextlib.contextmanager
+def _arguments(arguments: Sequence[str]) -> Generator[None]:
+    """mlx-lm parses these while the context lasts."""
+    before = sys.argv
+    sys.argv = ["walkback serve", *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _pages_of(session: "MutableSession") -> contextlib.AbstractContextManager[None]:
     if session.cache is None:
         return contextlib.nullcontext()
     return Pages(
@@ -118,7 +146,7 @@ def _pages_of(session: MutableSession) -> contextlib.AbstractContextManager[None
 
 
 @contextlib.contextmanager
-def _stopped_by_a_signal(session: MutableSession) -> Generator[None]:
+def _stopped_by_a_signal(session: "MutableSession") -> Generator[None]:
     """SIGTERM stops as Ctrl-C does, and no signal interrupts the close."""
     # A shell that starts a job in the background has it ignore SIGINT, and Python keeps that.
     for each in (signal.SIGTERM, signal.SIGINT):

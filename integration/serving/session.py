@@ -24,8 +24,8 @@ from .figures import MemoryFigures, MemoryTier
 from .images import RequestImages
 from .memory import hot_bytes_for
 from .options import ServeOptions, size_text
-from .padding import padding_reaches_state
 from .quiet import QuietRecording
+from .seams import Way
 from .telling import MutableTeller
 from .turns import closing_ids
 from .vision import why_images_do_not_resume
@@ -50,6 +50,8 @@ class Prepared:
     # Its images, and what mlx-lm's server makes of them.
     images: RequestImages | None = None
     vision: Any = None
+    # Whether this mlx-lm says what it makes of images, of prompts without any too.
+    knows_images: bool = True
     # What it resumes from, once that is known, and what is told of its stops: of both or neither.
     restoration: Restoration | None = None
     recording: QuietRecording | None = None
@@ -92,9 +94,10 @@ class BoundTo:
 class MutableSession:
     """One owner: the generation thread. Others may read ``bound_to`` and ask ``memory_figures``."""
 
-    def __init__(self, cache: Cache | None, options: ServeOptions) -> None:
+    def __init__(self, cache: Cache | None, options: ServeOptions, way: Way = Way.STOPS) -> None:
         """Without a cache everything is as in mlx-lm, but for what would kill its thread."""
         self.cache = cache
+        self._way = way
         self.options = options
         self.bound_to: BoundTo | None = None
         # What the tier in memory may hold, in bytes; None before a model is loaded, or always.
@@ -135,7 +138,7 @@ class MutableSession:
             bound = cache.bind(provider.model, local_directory(model_path), adapter=adapter_path)
             layout = bound.layout
             has_state = layout is not None and layout.has_point_state
-            is_safe = not (has_state and padding_reaches_state(provider.model))
+            is_safe = not (has_state and self._padding_reaches_state(provider.model))
             self.bound_to = BoundTo(
                 model_key=provider.model_key,
                 tokenizer=provider.tokenizer,
@@ -148,6 +151,14 @@ class MutableSession:
                 self._tell_of_padding()
         except Exception:
             log.exception("%s is served uncached: it could not be bound", model_path)
+
+    def _padding_reaches_state(self, model: Any) -> bool:
+        if self._way is Way.WHOLE_PROMPTS:
+            # Nothing is padded then unless the user wants it, and the model cannot be asked.
+            return self.options.unsafe_batching
+        from .padding import padding_reaches_state
+
+        return padding_reaches_state(model)
 
     @property
     def stores(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ...journal.words import MissReason
 from ..recording import MutableRecording
+from ..restoration import Restoration
 from .watch import MutableWatch
 
 log = logging.getLogger("walkback")
@@ -28,17 +29,11 @@ _WHATEVER_THE_PROMPT = frozenset(MissReason) - {MissReason.UNSEEN, MissReason.NO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What is known of a request when it begins. ``stored`` is why nothing is, or "" if it may."""
+    """What is known of a request when it begins, and what of it can be stored."""
 
-    prompt_tokens: int
-    endpoint: int
-    # "memory" or "disk"; of no meaning at 0.
-    source: str
-    walkbacks: int = 0
-    reason: MissReason | None = None
-    detail: str = ""
-    # In words: where the prompt parts from those before; "" if it does not, or nobody knows.
-    parting: str = ""
+    # In words: what it had, and what was left to compute.
+    had: str
+    # Why nothing of it is stored, or "" if it may be.
     why_unstored: str = ""
     # Whether something of it should have been stored: there is a stop beyond the endpoint.
     is_eligible: bool = True
@@ -75,7 +70,7 @@ class MutableTeller:
             self._tell(told, recording)
 
     def _tell(self, told: Told, recording: MutableRecording | None) -> None:
-        log.info("%s; %s", _had(told), _stored(told, recording))
+        log.info("%s; %s", told.had, _stored(told, recording))
         if told.is_eligible:
             self._note(told, recording)
 
@@ -89,18 +84,17 @@ class MutableTeller:
             self.watch.note_unstored(refusals[0].reason if refusals else "no stop was reached")
 
 
-def _had(told: Told) -> str:
-    if not told.endpoint:
-        where = f", {told.parting}" if told.parting else ""
-        why = f" ({told.reason}: {told.detail}{where})" if told.reason else ""
-        return f"prompt of {told.prompt_tokens} tokens: all to compute{why}"
-    uncached = told.prompt_tokens - told.endpoint
-    extras = [f"after {told.walkbacks} walk-backs"] if told.walkbacks else []
-    extras += [told.parting] if told.parting else []
-    return (
-        f"prompt of {told.prompt_tokens} tokens: {told.endpoint} from {told.source}, "
-        f"{uncached} to compute{''.join(f', {each}' for each in extras)}"
-    )
+def had(restoration: Restoration, source: str, parting: str) -> str:
+    """What a request had, from "memory" or "disk", what it lacked and where it parts."""
+    endpoint, uncached = restoration.endpoint, restoration.uncached
+    prompt = f"prompt of {endpoint + uncached} tokens: "
+    if not endpoint:
+        words = [f"{restoration.reason}: {restoration.detail}", *([parting] if parting else [])]
+        return f"{prompt}all to compute ({', '.join(words)})"
+    words = [f"{endpoint} from {source}", f"{uncached} to compute"]
+    if restoration.walkbacks:
+        words.append(f"after {restoration.walkbacks} walk-backs")
+    return prompt + ", ".join([*words, *([parting] if parting else [])])
 
 
 def _stored(told: Told, recording: MutableRecording | None) -> str:

@@ -22,7 +22,7 @@ from .images import is_inside_image
 from .quiet import QuietRecording
 from .rows import compact
 from .session import MutableSession, Prepared
-from .telling import MutableSeen, Told, parting_words
+from .telling import MutableSeen, Told, had, parting_words
 
 log = logging.getLogger("walkback")
 
@@ -153,19 +153,14 @@ class TieredPromptCache(LRUPromptCache):
         exact = self._seen.parting(prepared.model_key, tokens)
         bound_to = self._session.bound_for(prepared.model_key)
         assert bound_to is not None, "the model of a request is bound until it is served"
+        parting = parting_words(
+            exact,
+            restoration.matched_tokens,
+            restoration.reason,
+            bound_to.bound.grid.block_tokens,
+        )
         return Told(
-            prompt_tokens=len(tokens),
-            endpoint=restoration.endpoint,
-            source=source,
-            walkbacks=restoration.walkbacks,
-            reason=restoration.reason,
-            detail=restoration.detail,
-            parting=parting_words(
-                exact,
-                restoration.matched_tokens,
-                restoration.reason,
-                bound_to.bound.grid.block_tokens,
-            ),
+            had=had(restoration, source, parting),
             why_unstored=self._session.why_unstored,
             # Who asked for nothing to be stored is told so in each line, and needs no warning.
             is_eligible=bool(restoration.stops) and self._session.stores,
@@ -174,9 +169,10 @@ class TieredPromptCache(LRUPromptCache):
     def _tell_of_uncached(self, prompt_tokens: int, endpoint: int) -> None:
         """Tell of a request that goes by the disk, though there is a cache."""
         if self._session.cache is not None:
-            why = self._session.why_unstored or "it is served as mlx-lm does"
+            words = f"{endpoint} from memory, {prompt_tokens - endpoint}" if endpoint else "all"
             told = Told(
-                prompt_tokens=prompt_tokens, endpoint=endpoint, source="memory", why_unstored=why
+                had=f"prompt of {prompt_tokens} tokens: {words} to compute",
+                why_unstored=self._session.why_unstored or "it is served as mlx-lm does",
             )
             self._session.teller.tell(told)
 
