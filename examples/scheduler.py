@@ -15,7 +15,7 @@ but KV, which is masked.
 import queue
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,23 +40,14 @@ class Request:
     endpoint: int | None = None
     is_aborted: bool = False
     done: threading.Event = field(default_factory=threading.Event)
+    # The scheduler's own: what is read for it, then what it resumes from and how far it has come.
+    pending: walkback.PendingRestore | None = None
+    restoration: Any = None
+    position: int = 0
 
     def abort(self) -> None:
         """The scheduler drops it before its next step."""
         self.is_aborted = True
-
-
-@dataclass(eq=False)
-class Row:
-    """A request that has its cache: it prefills, or stands in the batch."""
-
-    request: Request
-    restoration: walkback.Restoration
-    position: int
-
-    @property
-    def next_token(self) -> int:
-        return (self.request.answer or self.request.prompt)[-1]
 
 
 class Scheduler:
@@ -69,12 +60,12 @@ class Scheduler:
         self, bound: walkback.BoundModel, *, rows_max: int = 4, ahead_max: int = 2
     ) -> None:
         """``ahead_max`` prompts are restored ahead; each holds the memory of its prefix."""
-        self._bound = bound
-        self._rows_max, self._ahead_max = rows_max, ahead_max
+        self._bound, self._rows_max, self._ahead_max = bound, rows_max, ahead_max
         self._arrivals: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._waiting: dict[Request, walkback.PendingRestore | None] = {}
-        self._prefilling: Row | None = None
-        self._rows: list[Row] = []
+        self._waiting: list[Request] = []
+        # At most one prefills; the rows of the batch decode.
+        self._prefilling: list[Request] = []
+        self._rows: list[Request] = []
         self._batch: list[Any] = []
 
     def submit(self, prompt: Sequence[int], tokens_max: int, **options: Any) -> Request:
@@ -91,129 +82,106 @@ class Scheduler:
     def step(self) -> bool:
         """One chunk of prefill and one token for each row; whether anything is left to do."""
         while not self._arrivals.empty():
-            self._waiting[self._arrivals.get()] = None
+            self._waiting.append(self._arrivals.get())
         self._drop_aborted()
-        self._restore_ahead()
-        if self._prefilling is None:
-            self._prefilling = self._next_row()
-        if self._prefilling is not None:
-            self._prefill(self._prefilling)
+        for request in self._waiting[: self._ahead_max]:
+            if request.pending is None:
+                request.pending = self._bound.start_restore(
+                    request.prompt, turn_ends=request.turn_ends, headroom_tokens=request.tokens_max
+                )
+        if not self._prefilling and len(self._rows) < self._rows_max:
+            self._admit()
+        for request in list(self._prefilling):
+            self._prefill(request)
         if self._rows:
             self._decode()
         return bool(self._waiting or self._prefilling or self._rows)
 
     def reset(self) -> None:
         """Give every request up, and return when walkback uses none of their memory any more."""
-        rows = [*self._rows, *([self._prefilling] if self._prefilling else [])]
-        for request in [*self._waiting, *(row.request for row in rows)]:
+        computing = [*self._prefilling, *self._rows]
+        for request in (*self._waiting, *computing):
             request.abort()
         self._drop_aborted()
-        for row in rows:
-            row.restoration.recording.abort()
+        for request in computing:
+            request.restoration.recording.abort()
 
     def _drop_aborted(self) -> None:
         for request in [each for each in self._waiting if each.is_aborted]:
-            pending = self._waiting.pop(request)
-            if pending is not None:
-                pending.cancel()
+            if request.pending is not None:
+                request.pending.cancel()
+            self._waiting.remove(request)
             request.done.set()
-        row = self._prefilling
-        if row is not None and row.request.is_aborted:
-            self._prefilling = None
-            self._end(row)
-        self._leave([row for row in self._rows if row.request.is_aborted])
+        for request in [each for each in self._prefilling if each.is_aborted]:
+            self._prefilling.remove(request)
+            self._end(request)
+        self._leave([each for each in self._rows if each.is_aborted])
 
-    def _restore_ahead(self) -> None:
-        """Let the first prompts of the queue be read while others compute."""
-        for request in list(self._waiting)[: self._ahead_max]:
-            if self._waiting[request] is None:
-                self._waiting[request] = self._bound.start_restore(
-                    request.prompt, turn_ends=request.turn_ends, headroom_tokens=request.tokens_max
-                )
+    def _admit(self) -> None:
+        """Let the first request that has been read prefill; if nothing decodes, wait a little."""
+        for request in self._waiting[: self._ahead_max]:
+            pending = request.pending
+            if pending and (pending.is_ready or (not self._rows and pending.wait(IDLE_SECONDS))):
+                self._waiting.remove(request)
+                self._prefilling.append(request)
+                request.restoration = pending.finish()
+                request.endpoint = request.position = request.restoration.endpoint
+                return
 
-    def _next_row(self) -> Row | None:
-        """The first waiting request that has been read, if there is room for a row."""
-        if len(self._rows) == self._rows_max:
-            return None
-        for request, pending in self._waiting.items():
-            if pending is not None and (pending.is_ready or self._is_idle(pending)):
-                del self._waiting[request]
-                restoration = pending.finish()
-                request.endpoint = restoration.endpoint
-                return Row(request, restoration, restoration.endpoint)
-        return None
-
-    def _is_idle(self, pending: walkback.PendingRestore) -> bool:
-        """With nothing to decode, wait for the disk a little; whether it has answered."""
-        return not self._rows and pending.wait(IDLE_SECONDS)
-
-    def _prefill(self, row: Row) -> None:
+    def _prefill(self, request: Request) -> None:
         """Compute one chunk, and store where it stops; the last token is left to the batch."""
-        prompt, restoration = row.request.prompt, row.restoration
-        stops = [stop for stop in restoration.stops if stop > row.position]
-        last = len(prompt) - 1
-        end = min([*stops[:1], last, row.position + self._bound.grid.checkpoint_tokens])
-        if end > row.position:
-            self._bound.model(mx.array([prompt[row.position : end]]), cache=restoration.cache)
-            mx.eval([leaf.state for leaf in restoration.cache])
-            row.position = end
+        start, last, kv = request.position, len(request.prompt) - 1, request.restoration.cache
+        stops = [stop for stop in request.restoration.stops if stop > start]
+        end = min([*stops[:1], last, start + self._bound.grid.checkpoint_tokens])
+        if end > start:
+            self._bound.model(mx.array([request.prompt[start:end]]), cache=kv)
+            mx.eval([leaf.state for leaf in kv])
+            request.position = end
             if end in stops:
                 # A refusal needs no care here: it is counted, journalled, and changes no answer.
-                restoration.recording.stop(end, restoration.cache)
-        if row.position == last:
-            self._prefilling = None
-            self._join(row)
-
-    def _join(self, row: Row) -> None:
-        joining = [leaf.merge([leaf]) for leaf in row.restoration.cache]
-        if self._batch:
-            for leaf, other in zip(self._batch, joining, strict=True):
+                request.restoration.recording.stop(end, kv)
+        if request.position == last:
+            joining = [leaf.merge([leaf]) for leaf in kv]
+            for leaf, other in zip(self._batch, joining, strict=False):
                 leaf.extend(other)
-        else:
-            self._batch = joining
-        # The batch has a copy; this one would keep its memory until the answer is over.
-        row.restoration.cache.clear()
-        self._rows.append(row)
+            self._batch = self._batch or joining
+            # The batch has a copy; this one would keep its memory until the answer is over.
+            kv.clear()
+            self._prefilling.remove(request)
+            self._rows.append(request)
 
     def _decode(self) -> None:
         """One token for each row, chosen as mlx-lm chooses it without a sampler."""
-        tokens = mx.array([[row.next_token] for row in self._rows])
+        tokens = mx.array([[(row.answer or row.prompt)[-1]] for row in self._rows])
         logits = self._bound.model(tokens, cache=self._batch)[:, -1, :]
         chosen: Any = mx.argmax(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1)
         mx.eval(chosen, [leaf.state for leaf in self._batch])
-        over: list[Row] = []
-        for row, token in zip(self._rows, chosen.tolist(), strict=True):
-            row.request.answer.append(token)
-            is_last = len(row.request.answer) >= row.request.tokens_max
-            if is_last or token in row.request.stop_tokens:
-                self._store_answer(row)
+        over: list[Request] = []
+        for index, (row, token) in enumerate(zip(self._rows, chosen.tolist(), strict=True)):
+            row.answer.append(token)
+            if len(row.answer) >= row.tokens_max or token in row.stop_tokens:
+                # For the next turn; the last token was never computed on.
+                fed, recording = row.answer[:-1], row.restoration.recording
+                recording.extend(fed)
+                kv = [leaf.extract(index) for leaf in self._batch]
+                recording.stop(len(row.prompt) + len(fed), kv)
                 over.append(row)
         self._leave(over)
 
-    def _store_answer(self, row: Row) -> None:
-        """Store where the answer ends, for the next turn. Its last token was never computed on."""
-        decoded, recording = row.request.answer[:-1], row.restoration.recording
-        index = self._rows.index(row)
-        recording.extend(decoded)
-        position = len(row.request.prompt) + len(decoded)
-        recording.stop(position, [leaf.extract(index) for leaf in self._batch])
-
-    def _leave(self, leaving: Iterable[Row]) -> None:
+    def _leave(self, leaving: Sequence[Request]) -> None:
+        keep = [at for at, row in enumerate(self._rows) if row not in leaving]
+        if leaving and keep:
+            for leaf in self._batch:
+                leaf.filter(mx.array(keep))
+        self._rows = [self._rows[at] for at in keep]
+        self._batch = self._batch if keep else []
         for row in leaving:
-            index = self._rows.index(row)
-            keep = mx.array([at for at in range(len(self._rows)) if at != index])
-            del self._rows[index]
-            if self._rows:
-                for leaf in self._batch:
-                    leaf.filter(keep)
             self._end(row)
-        if not self._rows:
-            self._batch = []
 
-    def _end(self, row: Row) -> None:
+    def _end(self, request: Request) -> None:
         """What was captured goes on being stored: it is a copy, and good whoever asks for it."""
-        row.restoration.recording.finish()
-        row.request.done.set()
+        request.restoration.recording.finish()
+        request.done.set()
 
 
 def main() -> None:
