@@ -222,7 +222,7 @@ class MutableSession:
         log.info(
             "walkback: the cache %s may take %s and leaves %s of its volume free; blocks of %d "
             "tokens, checkpoints every %d%s",
-            cache.store.files.root,
+            options.cache_dir,
             size_text(cache.statistics().budget_bytes),
             size_text(options.disk_floor),
             options.block_tokens,
