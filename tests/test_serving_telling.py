@@ -171,6 +171,18 @@ def test_a_prompt_parts_from_the_nearest_of_those_before(prompts: list[list[int]
     assert seen.parting("another model", prompts[0]) is None
 
 
+@pytest.mark.parametrize("at", [0, 1023, 1024, 1025, 2050, 2999])
+def test_the_token_at_which_long_prompts_part_is_exact(at: int) -> None:
+    seen = MutableSeen()
+    prompt = list(range(3000))
+    other = [*prompt[:at], -1, *prompt[at + 1 :]]
+
+    assert seen.parting("m", prompt) is None
+    assert seen.parting("m", other) == at
+    # One that ends where the other goes on does not part from it.
+    assert seen.parting("m", prompt[:2000]) is None
+
+
 # A cache that stores nothing.
 
 

@@ -16,15 +16,11 @@ class QuietRecording:
     stored. What was captured before is kept, and the request goes on.
     """
 
-    def __init__(
-        self,
-        recording: MutableRecording,
-        at_end: Callable[[MutableRecording], None] = lambda _: None,
-    ) -> None:
-        """``at_end`` is called with the recording once it is over."""
+    def __init__(self, recording: MutableRecording) -> None:
         self._recording = recording
-        self._at_end = at_end
         self._is_over = False
+        # Called with the recording once it is over.
+        self.at_end: Callable[[MutableRecording], None] = lambda _: None
 
     def stop(self, position: int, make_cache: Callable[[], Sequence[Any]]) -> None:
         """Store the boundary at ``position``, where the cache that ``make_cache`` gives stands."""
@@ -39,7 +35,7 @@ class QuietRecording:
         if self._is_over:
             return
         self._is_over = True
-        for step in (self._recording.finish, lambda: self._at_end(self._recording)):
+        for step in (self._recording.finish, lambda: self.at_end(self._recording)):
             try:
                 step()
             except Exception:

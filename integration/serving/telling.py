@@ -22,6 +22,7 @@ WAITING_MAX = 64
 # What of the prompts before is kept, to say where one parts from them: 16 MB of token ids.
 SEEN_PROMPTS_MAX = 64
 SEEN_TOKENS_MAX = 1 << 21
+_STEP = 1024
 
 # Misses for which it does not matter how the prompt begins.
 _WHATEVER_THE_PROMPT = frozenset(MissReason) - {MissReason.UNSEEN, MissReason.NO_CHECKPOINT}
@@ -141,17 +142,13 @@ class MutableSeen:
 
 
 def _common(left: "array[int]", right: "array[int]") -> int:
-    """How many token ids two prompts begin with alike; by halves: comparing arrays is fast."""
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return high
-    while low < high - 1:
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
+    """How many token ids two prompts begin with alike; most differ within the first step."""
+    end = min(len(left), len(right))
+    for start in range(0, end, _STEP):
+        one, other = left[start : min(start + _STEP, end)], right[start : min(start + _STEP, end)]
+        if one != other:
+            return start + next(at for at, each in enumerate(one) if each != other[at])
+    return end
 
 
 def parting_words(

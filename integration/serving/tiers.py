@@ -137,13 +137,14 @@ class TieredPromptCache(LRUPromptCache):
             self._hits += 1
             QuietRecording(restoration.recording).finish()
             restoration = pending.adopt(cache, depth)
+        recording = QuietRecording(restoration.recording)
+        # From here on whoever cancels the request ends its recording.
+        prepared.restoration, prepared.recording = restoration, recording
         told = self._told(restoration, source, tokens, prepared)
+        recording.at_end = functools.partial(self._session.teller.tell, told)
         if not self._session.stores:
             restoration = dataclasses.replace(restoration, stops=())
         prepared.restoration = restoration
-        prepared.recording = QuietRecording(
-            restoration.recording, functools.partial(self._session.teller.tell, told)
-        )
         endpoint = restoration.endpoint
         return (restoration.cache if endpoint else None), tokens[endpoint:]
 
