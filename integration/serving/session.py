@@ -119,7 +119,10 @@ class MutableSession:
         if self.cache is None:
             return
         if self.options.hot_max is None:
-            self.hot_max = hot_bytes_for(provider.model)
+            try:
+                self.hot_max = hot_bytes_for(provider.model)
+            except Exception:
+                log.exception("caches in RAM have no bound in bytes: it could not be worked out")
         self._why_unbound = "its model could not be bound"
         self._bind(self.cache, provider)
         self._tell_of_memory(self.cache, provider)

@@ -82,7 +82,7 @@ class WholePromptCache(LRUPromptCache):
     def _restored(self, model: Any, tokens: list[int], depth: int) -> tuple[list[Any], int] | None:
         """A cache from disk and its position, if it is deeper than that."""
         bound_to = self._session.bound_for(model)
-        if bound_to is None or bound_to.bound.lookup(tokens) <= depth:
+        if bound_to is None or _has_images(tokens) or bound_to.bound.lookup(tokens) <= depth:
             return None
         restoration = bound_to.bound.restore(tokens)
         restoration.recording.finish()
@@ -90,6 +90,7 @@ class WholePromptCache(LRUPromptCache):
 
     def _store(self, model: Any, tokens: list[int], prompt_cache: list[Any]) -> None:
         bound_to, why = self._session.bound_for(model), self._session.why_unstored
+        why = "it has images" if _has_images(tokens) else why
         recording = None
         if bound_to is not None and not why:
             recording = bound_to.bound.record(tokens)
@@ -97,3 +98,8 @@ class WholePromptCache(LRUPromptCache):
             recording.finish()
         told = Told(had=f"a cache of {len(tokens)} tokens", why_unstored=why)
         self._session.teller.tell(told, recording)
+
+
+def _has_images(tokens: list[int]) -> bool:
+    """Upstream's ids for what an image shows are negative, and of too few bits to store it by."""
+    return min(tokens) < 0
