@@ -115,7 +115,7 @@ class PreparingResponseGenerator(ResponseGenerator):
         segments, types = _segments(token_ids, plan, ends)
         beyond = self._tiers.depth(bound_to.model_key, key)
         pending = None
-        if self.cli_args.kv_bits is None:
+        if getattr(self.cli_args, "kv_bits", None) is None:
             pending = bound.start_restore(token_ids, turn_ends=ends, images=spans, beyond=beyond)
         return Prepared(
             model_key=bound_to.model_key,
