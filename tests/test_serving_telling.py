@@ -179,6 +179,10 @@ def test_the_token_at_which_long_prompts_part_is_exact(at: int) -> None:
 
     assert seen.parting("m", prompt) is None
     assert seen.parting("m", other) == at
+    # What stands for an image has more bits than a token id.
+    pictures = [-(1 << 250) - each for each in range(2)]
+    assert seen.parting("images", [*prompt, pictures[0], 5]) is None
+    assert seen.parting("images", [*prompt, pictures[1], 5]) == len(prompt)
     # One that ends where the other goes on does not part from it.
     assert seen.parting("m", prompt[:2000]) is None
 

@@ -124,7 +124,8 @@ class MutableSeen:
 
         None if there is none that goes on differently. The prompt is remembered.
         """
-        prompt = array("q", token_ids)
+        # What stands for an image has 256 bits.
+        prompt = array("q", [each if abs(each) < 1 << 62 else hash(each) for each in token_ids])
         with self._lock:
             others = [other for key, other in self._prompts if key == model_key]
             self._prompts.append((model_key, prompt))

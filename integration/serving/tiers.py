@@ -140,8 +140,11 @@ class TieredPromptCache(LRUPromptCache):
         recording = QuietRecording(restoration.recording)
         # From here on whoever cancels the request ends its recording.
         prepared.restoration, prepared.recording = restoration, recording
-        told = self._told(restoration, source, tokens, prepared)
-        recording.at_end = functools.partial(self._session.teller.tell, told)
+        try:
+            told = self._told(restoration, source, tokens, prepared)
+            recording.at_end = functools.partial(self._session.teller.tell, told)
+        except Exception:
+            log.exception("a request could not be told of")
         if not self._session.stores:
             restoration = dataclasses.replace(restoration, stops=())
         prepared.restoration = restoration
