@@ -10,24 +10,25 @@ TOUCHED_KEYS_MAX = 1 << RECENCY_SHIFT
 
 
 def commit_events(core: MutableCore, claims: list[Claim]) -> list[Event]:
+    """What makes these claims exist: parents before children, whichever claim has them."""
     events: list[Event] = []
-    for claim in claims:
-        for writing in claim.writings:
-            events.append(_committed(claim, writing))
-            older = core.state.entry(writing.part.kind, writing.part.key)
-            if (
-                older is not None
-                and older.file is not None
-                and (older.kind, older.key) not in core.overlay.victims
-            ):
-                events.append(
-                    Replaced(
-                        kind=older.kind,
-                        key=older.key,
-                        generation=older.generation,
-                        file=older.file,
-                    )
+    pairs = [(claim, writing) for claim in claims for writing in claim.writings]
+    for claim, writing in sorted(pairs, key=lambda pair: (pair[1].part.end, pair[1].part.kind)):
+        events.append(_committed(claim, writing))
+        older = core.state.entry(writing.part.kind, writing.part.key)
+        if (
+            older is not None
+            and older.file is not None
+            and (older.kind, older.key) not in core.overlay.victims
+        ):
+            events.append(
+                Replaced(
+                    kind=older.kind,
+                    key=older.key,
+                    generation=older.generation,
+                    file=older.file,
                 )
+            )
     return events
 
 

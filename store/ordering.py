@@ -140,9 +140,10 @@ def commit_batch(
     Returns why nothing was committed, or None.
     """
     assert not (claims and build), "what drops entries is committed alone"
-    claims = _publish(core, sorted(claims, key=lambda claim: claim.boundary.position))
+    claims = _publish(core, claims)
     with core.lock:
-        accepted, orphaned = _admit(core, claims)
+        # What drops entries is committed alone: nothing that waits goes with it.
+        accepted, orphaned = _admit(core, claims) if claims else ([], [])
     for claim in orphaned:
         refuse(core, claim, NotStored(NotStoredReason.PARENT, "the block before it is not stored"))
     with core.lock:
@@ -266,38 +267,52 @@ def _publish(core: MutableCore, claims: list[Claim]) -> list[Claim]:
 def _admit(core: MutableCore, claims: list[Claim]) -> tuple[list[Claim], list[Claim]]:
     """The claims whose parents stand, or will in this batch, and those without. Needs the lock.
 
-    One whose parent is still being stored by another claim waits until that one is settled.
+    One whose parent is still being stored by another claim waits until that one comes by. Two may
+    need blocks of each other, where one stores what the other found missing in between: so those
+    that wait are looked at with each that comes, and go together.
     """
-    leaving = core.overlay.victims
-    orphaned: list[Claim] = []
-    arriving: set[bytes] = set()
-    accepted: list[Claim] = []
+    claims = [*core.awaiting_parent, *claims]
+    core.awaiting_parent.clear()
+    orphaned = [claim for claim in claims if claim.is_tainted]
+    accepted = [claim for claim in claims if not claim.is_tainted]
+    short: dict[int, set[bytes]] = {}
+    while found := _without_parents(core, accepted):
+        short |= found
+        accepted = [claim for claim in accepted if id(claim) not in found]
     for claim in claims:
-        # A sidecar has its block's key, and must not pass for it.
-        mine = {each.part.key for each in claim.writings if each.part.kind is Kind.BLOCK}
-        above = [
-            writing.part.key if writing.part.kind is Kind.SIDECAR else writing.part.parent
-            for writing in claim.writings
-        ]
-        missing = [
-            key
-            for key in above
-            if key not in mine
-            and key not in arriving
-            and key != claim.boundary.namespace
-            and (key not in core.state.blocks or (Kind.BLOCK, key) in leaving)
-        ]
-        if claim.is_tainted:
-            orphaned.append(claim)
-        elif not missing:
-            accepted.append(claim)
-            arriving |= mine
-        elif all((Kind.BLOCK, key) in core.overlay.in_flight for key in missing):
+        if id(claim) not in short:
+            continue
+        if all((Kind.BLOCK, key) in core.overlay.in_flight for key in short[id(claim)]):
             core.awaiting_parent.append(claim)
             park(core, claim)
         else:
             orphaned.append(claim)
     return accepted, orphaned
+
+
+def _without_parents(core: MutableCore, claims: list[Claim]) -> dict[int, set[bytes]]:
+    """Which of these claims need blocks that neither stand nor are stored by one of them."""
+    # A sidecar has its block's key, and must not pass for it.
+    arriving = {
+        writing.part.key
+        for claim in claims
+        for writing in claim.writings
+        if writing.part.kind is Kind.BLOCK
+    }
+    found: dict[int, set[bytes]] = {}
+    for claim in claims:
+        above = {
+            writing.part.key if writing.part.kind is Kind.SIDECAR else writing.part.parent
+            for writing in claim.writings
+        }
+        missing = {
+            key
+            for key in above - arriving - {claim.boundary.namespace}
+            if key not in core.state.blocks or (Kind.BLOCK, key) in core.overlay.victims
+        }
+        if missing:
+            found[id(claim)] = missing
+    return found
 
 
 def settled(core: MutableCore, error: CommitUnknownError) -> list[Record] | None:

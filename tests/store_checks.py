@@ -187,6 +187,9 @@ def children_wait_for_their_parent(store: MutableStore) -> None:
     children = [put(store, boundary("a", index)) for index in (1, 2)]
     wait_until(lambda: len(core_of(store).awaiting_parent) == 2, "the children wait")
     assert core_of(store).staging_bytes == 0
+    # Whatever is settled meanwhile has the journal thread look at them again.
+    store_one(store, boundary("b", 0))
+    assert len(core_of(store).awaiting_parent) == 2
     store.reserve(parent)
     store.put(parent, tensors_for(parent), prefill_seconds=0.0)
     assert [outcome(claim) for claim in (parent, *children)] == [None, None, None]

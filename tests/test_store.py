@@ -289,6 +289,34 @@ def test_a_child_whose_parent_is_refused_is_refused_too(caches: CacheMaker) -> N
     assert payload_paths(caches.root) == set()
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_claims_that_need_blocks_of_each_other_are_stored_together(
+    order: tuple[int, int], caches: CacheMaker
+) -> None:
+    """Each waited for the other until the close, and all that came behind them waited too.
+
+    Of one prefix the first claim has block 2, whose parent went while it was captured; the second,
+    of another request, has all but that.
+    """
+    store = caches.open()
+    claims = [
+        claimed(store, boundary("a", 2)),
+        claimed(store, boundary("a", 3, block_count=4)),
+    ]
+    assert [len(claim.writings) for claim in claims] == [2, 4]
+
+    for each in order:
+        store.reserve(claims[each])
+        store.put(claims[each], tensors_for(claims[each]), prefill_seconds=0.5)
+        if each == order[0]:
+            wait_until(lambda: bool(core_of(store).awaiting_parent), "the first waits")
+
+    assert [outcome(claim) for claim in claims] == [None, None]
+    assert live(store, Kind.BLOCK, "a", 10) == [0, 1, 2, 3]
+    assert live(store, Kind.SIDECAR, "a", 10) == [2, 3]
+    assert not core_of(store).awaiting_parent
+
+
 def test_closing_refuses_a_child_whose_parent_was_never_put(caches: CacheMaker) -> None:
     store = caches.open()
     parent = claimed(store, boundary("a", 0))
