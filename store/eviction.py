@@ -122,7 +122,7 @@ def _in_order(
 def _unreachable(state: State) -> list[bytes]:
     """The blocks below holes, deepest first. Holes are rare, and without one this is free."""
     found = state.descendants(*state.holes) if state.holes else []
-    return sorted(set(found), key=lambda key: state.blocks[key].end, reverse=True)
+    return sorted(set(found), key=lambda key: (state.blocks[key].end, key), reverse=True)
 
 
 def _with_a_sidecar_below(state: State, gone: set[bytes]) -> list[Entry]:

@@ -56,7 +56,7 @@ def _deepest_below_a_hole(state: State, may_go: Callable[[bytes], bool]) -> byte
         for entry in state.blocks.values()
         if not entry.child_count and may_go(entry.key) and is_below_a_hole(entry)
     ]
-    return max(found, key=lambda entry: entry.end).key if found else None
+    return max(found, key=lambda entry: (entry.end, entry.key)).key if found else None
 
 
 def _coldest_leaf(state: State, may_go: Callable[[bytes], bool]) -> bytes | None:
