@@ -130,6 +130,7 @@ def measure_capture(
                 request=1,
                 chain=random_chain(NAMESPACE, store.secret),
                 endpoint=0,
+                resumed_at=0,
                 plan_digest=plan_start(GRID),
                 restored_from=None,
                 held=(),

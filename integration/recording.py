@@ -42,6 +42,8 @@ class Recorded:
     request: int
     chain: Chain
     endpoint: int
+    # Where the request resumed: behind ``endpoint`` if memory has more than the store.
+    resumed_at: int
     plan_digest: bytes
     restored_from: int | None
     # Block keys that are held in the store for this recording, which lets go of them.
@@ -61,6 +63,9 @@ class MutableRecording:
         self._chain = recorded.chain
         self._position = recorded.endpoint
         self._plan_digest = recorded.plan_digest
+        resumed_at = recorded.resumed_at
+        passes = recorded.plan.passes(resumed_at)
+        self._passed = recorded.chain.ending_at(resumed_at).key if passes else None
         self._last_time = time.monotonic()
         # A recording that nobody finishes lets go all the same once it is garbage.
         self._holding: list[tuple[bytes, ...]] = [recorded.held]
@@ -164,6 +169,8 @@ class MutableRecording:
             request=recorded.request,
             producer=recorded.producer,
             restored_from=recorded.restored_from,
+            # What decoding has reached is no stop of this prompt's: asked again, it resumes there.
+            passed=self._passed if is_end and position <= prompt_tokens else None,
         )
         if isinstance(claim, NotStored):
             return claim

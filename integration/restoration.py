@@ -171,6 +171,7 @@ class PendingRestore:
             recording=self._recording(
                 plan,
                 endpoint=endpoint,
+                resumed_at=endpoint,
                 plan_digest=_plan_digest(self._binding.grid, resumed),
                 restored_from=None if resumed is None else resumed.sequence or None,
                 held=() if resumed is None else resumed.made.held,
@@ -204,6 +205,7 @@ class PendingRestore:
             recording=self._recording(
                 plan,
                 endpoint=prefix.end,
+                resumed_at=endpoint,
                 plan_digest=prefix.plan_digest or plan_of_unknown_stops(endpoint),
                 restored_from=prefix.sequence,
                 held=prefix.held,
@@ -213,8 +215,12 @@ class PendingRestore:
     def _stored(self, endpoint: int) -> StoredPrefix:
         if not endpoint:
             return _NOTHING_STORED
+        layout = self._binding.layout
+        needs_sidecar = layout is not None and layout.has_point_state
         try:
-            return stored_prefix(self._binding.store, self._chain, endpoint)
+            return stored_prefix(
+                self._binding.store, self._chain, endpoint, needs_sidecar=needs_sidecar
+            )
         except CacheClosedError:
             return _NOTHING_STORED
 
@@ -247,6 +253,7 @@ class PendingRestore:
         plan: Plan,
         *,
         endpoint: int,
+        resumed_at: int,
         plan_digest: bytes,
         restored_from: int | None,
         held: tuple[bytes, ...],
@@ -263,6 +270,7 @@ class PendingRestore:
                 request=self._request,
                 chain=self._chain,
                 endpoint=endpoint,
+                resumed_at=resumed_at,
                 plan_digest=plan_digest,
                 restored_from=restored_from,
                 held=held,

@@ -25,6 +25,12 @@ SEGMENTS = b"a"
 EPOCHS = b"e"
 OPENING = b"w"
 
+# Room in a recency for the uses that one Touched lists.
+RECENCY_SHIFT = 16
+
+# What was superseded has a recency that is less by this, and so less than that of any other.
+SUPERSEDED = 1 << 62
+
 # Read twice for each entry of a snapshot. Calling ``Kind`` instead made loading a fifth slower.
 _KIND_OF_NUMBER = {kind.value: kind for kind in Kind}
 
@@ -36,9 +42,10 @@ class Entry:
     """One live payload. ``State`` owns it: only ``apply`` changes ``recency`` and ``child_count``.
 
     ``recency`` is the sequence of the last use, shifted to leave room for the uses that one
-    ``Touched`` lists, so it is total within a kind. ``child_count`` counts the blocks and holes
-    directly below a block; ``is_short`` is set on a block that ``Tables.short`` counts. Both are
-    derived and not part of the record.
+    ``Touched`` lists, so it is total within a kind; it is negative once the entry is superseded,
+    until it is used again. ``child_count`` counts the blocks and holes directly below a block;
+    ``is_short`` is set on a block that ``Tables.short`` counts. Both are derived and not part of
+    the record.
     """
 
     kind: Kind
@@ -66,6 +73,11 @@ class Entry:
     @property
     def record_id(self) -> bytes:
         return self.table + self.key
+
+    @property
+    def last_use(self) -> int:
+        """The sequence of the event that used it last."""
+        return self.recency % SUPERSEDED >> RECENCY_SHIFT
 
     def values(self) -> list[Any]:
         return [

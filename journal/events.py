@@ -246,6 +246,18 @@ class Touched:
     keys: tuple[bytes, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Superseded:
+    """Prompts have passed these ends of answers: they are the first to go, unless used again.
+
+    Block keys. Where an answer ended, and no prompt that goes on from there stops, the one that
+    went on has left a checkpoint of its own behind it.
+    """
+
+    TAG: ClassVar[int] = 34
+    keys: tuple[bytes, ...]
+
+
 # The operator.
 
 
@@ -357,7 +369,7 @@ PayloadEvent: TypeAlias = (
     | Adopted
     | Reinstated
 )
-RequestEvent: TypeAlias = Restored | Missed | NotStored | Touched
+RequestEvent: TypeAlias = Restored | Missed | NotStored | Touched | Superseded
 OperatorEvent: TypeAlias = NamespaceSeen | SettingSet | Pinned | Unpinned | Purged | ReportedBad
 JournalEvent: TypeAlias = Compacted | SegmentSealed | SegmentDropped | Rebuilt
 Event: TypeAlias = (

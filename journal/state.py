@@ -40,6 +40,7 @@ from .events import (
     SegmentSealed,
     SettingSet,
     Staged,
+    Superseded,
     Swept,
     Touched,
     Unpinned,
@@ -48,9 +49,6 @@ from .tables import Recorded, Tables
 from .words import FileName, Kind
 
 Thing = TypeVar("Thing", bound=Recorded)
-
-# Room in a recency for the uses that one Touched lists.
-RECENCY_SHIFT = 16
 
 
 class State(Tables):
@@ -86,7 +84,7 @@ class State(Tables):
     def _fold(self, record: Record) -> None:
         event = record.event
         match event:
-            case Touched():
+            case Touched() | Superseded():
                 self._touch(record.sequence, event)
             case Staged():
                 self.staged[event.file] = self._note(
@@ -133,7 +131,7 @@ class State(Tables):
                 self._lose(event.kind, event.key)
             case Reinstated():
                 kept = self.quarantined[event.file]
-                recency = record.sequence << RECENCY_SHIFT
+                recency = record.sequence << entries.RECENCY_SHIFT
                 self._add(
                     dataclasses.replace(kept.entry, recency=recency, child_count=0, is_short=False)
                 )
@@ -304,14 +302,14 @@ class State(Tables):
         self.charges[entries.DOOMED] -= doomed.allocated_bytes
         self.refused_count -= bool(doomed.refusals)
 
-    def _touch(self, sequence: int, event: Touched) -> None:
+    def _touch(self, sequence: int, event: Touched | Superseded) -> None:
         for index, key in enumerate(event.keys):
-            recency = (sequence << RECENCY_SHIFT) + index
-            for table in (self.blocks, self.sidecars):
-                entry = table.get(key)
-                if entry is not None:
-                    entry.recency = recency
-                    self._push_leaf(self._note(entry))
+            for entry in self.pair(key):
+                if isinstance(event, Touched):
+                    entry.recency = (sequence << entries.RECENCY_SHIFT) + index
+                elif entry.recency >= 0:
+                    entry.recency -= entries.SUPERSEDED
+                self._push_leaf(self._note(entry))
 
     def _drop(self, table: dict[bytes, Entry], key: bytes) -> Entry:
         entry = table.pop(key)
@@ -394,5 +392,5 @@ def _entry_of(event: Committed | Adopted, sequence: int) -> Entry:
         plan_digest=event.plan_digest,
         prefill_seconds=event.prefill_seconds,
         sequence=sequence,
-        recency=sequence << RECENCY_SHIFT,
+        recency=sequence << entries.RECENCY_SHIFT,
     )

@@ -76,6 +76,10 @@ class Tables:
         """The live entry of a kind and key."""
         return (self.blocks if kind is Kind.BLOCK else self.sidecars).get(key)
 
+    def pair(self, key: bytes) -> list[Entry]:
+        """The live block of a key and its sidecar, as far as they are there."""
+        return [table[key] for table in (self.blocks, self.sidecars) if key in table]
+
     def short_lengths(self, parent: bytes) -> list[int]:
         """The lengths of the blocks below a block or namespace that may be tails, longest first.
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..journal.words import MissReason
 from ..store.lookup import Located, View
 from ..store.store import MutableStore
-from .candidates import Match, match, matched_blocks
+from .candidates import Candidate, Match, match, matched_blocks
 from .identity import Chain, difference
 from .layout import Layout
 from .plan import Plan
@@ -118,10 +118,18 @@ class StoredPrefix:
     held: tuple[bytes, ...]
 
 
-def stored_prefix(store: MutableStore, chain: Chain, endpoint: int) -> StoredPrefix:
-    """Look for the blocks of a prefix and hold the last one. CacheClosedError after the close."""
+def stored_prefix(
+    store: MutableStore, chain: Chain, endpoint: int, *, needs_sidecar: bool
+) -> StoredPrefix:
+    """Look for the blocks of a prefix and hold the last one. CacheClosedError after the close.
 
-    def choose(view: View) -> tuple[StoredPrefix, Sequence[Located]]:
+    What a restore would have resumed from is touched: a conversation that is served from memory
+    must not lose its place on disk for that.
+    """
+
+    def choose(
+        view: View,
+    ) -> tuple[tuple[StoredPrefix, Candidate | None], Sequence[Located]]:
         blocks = matched_blocks(view, chain.between(0, endpoint))
         key = chain.ending_at(endpoint).key
         tip = view.sidecar(key) or view.block(key)
@@ -131,9 +139,12 @@ def stored_prefix(store: MutableStore, chain: Chain, endpoint: int) -> StoredPre
             sequence=None if tip is None else tip.sequence or None,
             held=tuple(block.key for block in blocks[-1:]),
         )
-        return prefix, blocks[-1:]
+        found = match(view, chain, needs_sidecar=needs_sidecar)
+        return (prefix, found.candidate), blocks[-1:]
 
-    prefix, lease = store.choose(choose)
+    (prefix, candidate), lease = store.choose(choose)
     store.hold(prefix.held)
     store.release(lease)
+    if candidate is not None:
+        store.touch(candidate.blocks[-1].key)
     return prefix

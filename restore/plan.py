@@ -139,6 +139,14 @@ class Plan:
         """Whether the state of a stop is worth storing, or only the KV that leads there."""
         return stop not in self._without_state
 
+    def passes(self, endpoint: int) -> bool:
+        """Whether a prompt that resumes there leaves it behind for good: a tail at no stop of it.
+
+        So it is the end of an answer, or of a text that was written on. Longer prompts resume at
+        the stops of this one, and the next tail stands at none of theirs either.
+        """
+        return endpoint % self.grid.block_tokens != 0 and endpoint not in self.stops
+
     def stops_after(self, position: int) -> tuple[int, ...]:
         return self.stops[bisect_right(self.stops, position) :]
 

@@ -84,6 +84,8 @@ class Claim:
     restored_from: int | None
     # Block keys that this claim keeps from being victims.
     held: tuple[bytes, ...]
+    # The block of an answer's end that is superseded once this boundary is durable.
+    passed: bytes | None = None
     prefill_seconds: float = 0.0
     # Bytes of memory and of disk that are set aside for it.
     staging_bytes: int = 0

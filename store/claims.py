@@ -14,6 +14,7 @@ def make_claim(
     request: int,
     producer: str,
     restored_from: int | None,
+    passed: bytes | None,
 ) -> Claim:
     """Claim the parts that are neither stored nor being stored. Needs the lock.
 
@@ -33,6 +34,7 @@ def make_claim(
         writings=writings,
         restored_from=restored_from,
         held=tuple(sorted(keys)),
+        passed=passed,
     )
     if claim.is_empty:
         claim.settled.set()

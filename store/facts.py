@@ -1,7 +1,7 @@
 """The events of a batch, made from what is about to be committed."""
 
-from ..journal.events import Committed, Event, Replaced, Touched
-from ..journal.state import RECENCY_SHIFT
+from ..journal.entries import RECENCY_SHIFT
+from ..journal.events import Committed, Event, Replaced, Superseded, Touched
 from .boundary import Claim, Writing
 from .core import MutableCore
 
@@ -29,6 +29,8 @@ def commit_events(core: MutableCore, claims: list[Claim]) -> list[Event]:
                     file=older.file,
                 )
             )
+    if passed := tuple(each.passed for each in claims if each.passed is not None):
+        events.append(Superseded(keys=passed))
     return events
 
 

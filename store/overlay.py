@@ -86,6 +86,11 @@ class MutableOverlay:
             if not self.held[key]:
                 del self.held[key]
 
+    def touch(self, key: bytes) -> None:
+        """A use of a block, to be recorded with the next commit: once, as of its last."""
+        self.touches.pop(key, None)
+        self.touches[key] = None
+
     def forget_backoffs(self) -> None:
         """After a success the next refusal is news again."""
         for reason, (count, _) in self.refusals.items():

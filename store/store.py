@@ -112,12 +112,19 @@ class MutableStore:
     # Storing.
 
     def claim(
-        self, boundary: Boundary, *, request: int, producer: str, restored_from: int | None = None
+        self,
+        boundary: Boundary,
+        *,
+        request: int,
+        producer: str,
+        restored_from: int | None = None,
+        passed: bytes | None = None,
     ) -> Claim | NotStored:
         """The right to store what is missing of a boundary; empty if nothing is.
 
         What is stored already, or is being stored by somebody else, is not written again. An entry
-        whose file could not be read is replaced.
+        whose file could not be read is replaced. ``passed`` is the block of an answer's end that
+        goes first once this boundary is durable.
         """
         with self._core.lock:
             refusal = self._refusal()
@@ -134,6 +141,7 @@ class MutableStore:
                 request=request,
                 producer=producer,
                 restored_from=restored_from,
+                passed=passed,
             )
 
     def reserve(self, claim: Claim) -> None:
@@ -213,8 +221,12 @@ class MutableStore:
             core.counts.walkbacks += event.walkbacks
             core.counts.sidecars_read += sidecars_read
             core.note_request(event)
-            core.overlay.touches.pop(endpoint, None)
-            core.overlay.touches[endpoint] = None
+            core.overlay.touch(endpoint)
+
+    def touch(self, endpoint: bytes) -> None:
+        """Note that a prompt resumed where this block ends, without reading it."""
+        with self._core.lock:
+            self._core.overlay.touch(endpoint)
 
     def note_missed(self, event: Missed) -> None:
         """Count a miss."""

@@ -30,6 +30,7 @@ from walkback.journal.events import (
     SegmentSealed,
     SettingSet,
     Staged,
+    Superseded,
     Swept,
     Touched,
     Unpinned,
@@ -175,6 +176,9 @@ class Historian:
     def touch(self, *keys: bytes) -> None:
         self.say(Touched(keys=keys))
 
+    def supersede(self, *keys: bytes) -> None:
+        self.say(Superseded(keys=keys))
+
     def quarantine(self, kind: Kind, key: bytes) -> FileName:
         entry = self.state.entry(kind, key)
         assert entry is not None and entry.file is not None
@@ -263,6 +267,12 @@ def _touch(history: Historian, pick: int) -> None:
     if keys:
         first, second = keys[pick % len(keys)], keys[pick // 7 % len(keys)]
         history.touch(*dict.fromkeys((first, second)))
+
+
+def _supersede(history: Historian, pick: int) -> None:
+    key = _pick(history.state.blocks, pick)
+    if key is not None:
+        history.supersede(key)
 
 
 def _evict_leaf(history: Historian, pick: int) -> None:
@@ -364,6 +374,7 @@ _STEPS: tuple[Callable[[Historian, int], None], ...] = (
     *(_store_tail,) * 3,
     *(_store_sidecar,) * 4,
     *(_touch,) * 2,
+    _supersede,
     *(_evict_leaf,) * 2,
     *(_delete,) * 2,
     *(_damage,) * 2,

@@ -218,6 +218,22 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     assert choose(history, 1) == [(Kind.BLOCK, newer)]
 
 
+def test_the_end_of_an_answer_that_was_passed_goes_first_unless_it_is_used_again() -> None:
+    history = Historian()
+    oldest = history.block(ROOTS[1])
+    parent = history.block(ROOTS[0])
+    passed, used = history.tail(parent, 1), history.tail(parent, 2)
+    history.sidecar(passed)
+    history.touch(passed)
+
+    history.supersede(passed, used)
+    history.touch(used)
+
+    blocks = [key for kind, key in choose(history) if kind is Kind.BLOCK]
+    assert blocks == [passed, oldest, used, parent]
+    assert choose(history, 1) == [(Kind.SIDECAR, passed), (Kind.BLOCK, passed)]
+
+
 def test_a_parent_takes_its_last_childs_place_in_the_order_of_one_choice() -> None:
     history = Historian()
     parent = history.block(ROOTS[0])

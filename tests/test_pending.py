@@ -389,6 +389,19 @@ def test_a_cache_of_the_callers_own_is_recorded_from_where_it_stands(
     assert bytes_of_leaves(again.cache)[0] == bytes_of_leaves_at(bound, prompt, 120)[0]
 
 
+def test_a_prompt_that_memory_serves_is_used_on_disk_too(cache: Cache, bound: BoundModel) -> None:
+    """Or a conversation would be evicted from the disk for being asked for all the time."""
+    at_32, at_96 = (bound.chain(PROMPT)[end // 16 - 1].key for end in (32, 96))
+    touches: list[list[bytes]] = []
+    for prompt, endpoint in ((PROMPT[:60], 40), (PROMPT, 99), (PROMPT[:60], 59)):
+        request = bound.start_restore(prompt, beyond=endpoint).adopt(bound.make_cache(), endpoint)
+        request.recording.finish()
+        with core_of(cache.store).lock:
+            touches.append(list(core_of(cache.store).overlay.touches))
+
+    assert touches == [[at_32], [at_32, at_96], [at_96, at_32]]
+
+
 def bytes_of_leaves_at(bound: BoundModel, prompt: list[int], stop: int) -> list[bytes]:
     """What plain prefill leaves in a cache at a position; lfm2 is free of plans."""
     model: Any = bound.model

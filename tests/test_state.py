@@ -575,6 +575,22 @@ def test_an_eviction_never_makes_the_parent_look_older() -> None:
     assert history.state.blocks[first].recency == recency
 
 
+def test_what_is_superseded_is_older_than_all_others_and_keeps_its_last_use() -> None:
+    history = Historian()
+    keys = [history.block(ROOTS[0], index) for index in range(4)]
+    entry = history.state.blocks[keys[2]]
+    used = entry.last_use
+
+    history.supersede(keys[3], keys[2])
+    history.supersede(keys[2])
+
+    coldest = [leaf.key for leaf in history.state.coldest_leaves()]
+    assert coldest == [keys[2], keys[3], keys[0], keys[1]]
+    assert entry.last_use == used > 0
+    replayed = State.from_records(history.state.sequence, list(history.state.records()))
+    assert [leaf.key for leaf in replayed.coldest_leaves()] == coldest
+
+
 def test_the_keys_of_one_touch_are_ordered_by_their_place_in_it() -> None:
     history = Historian()
     keys = [history.block(ROOTS[0], index) for index in range(4)]

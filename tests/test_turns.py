@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cache_maker import Gate, HookedFiles, files_of
+from cache_maker import Gate, HookedFiles, core_of, files_of
 from mlx import nn
 from mlx_lm.generate import generate_step as mlx_generate_step
 from zoo import build, token_ids
@@ -272,20 +272,82 @@ def test_a_repeated_prompt_with_turns_writes_no_payload_byte(
 def test_the_least_recently_used_tail_is_among_the_first_victims(
     cache: Cache, bound: BoundModel
 ) -> None:
-    """The end of an answer that a later turn has passed goes before what leads to that turn."""
     run(bound, PROMPT)
     restored(bound, PROMPT[:119])
-    cache.flush()
-    state = cache.store._core.state  # pyright: ignore[reportPrivateUsage]
 
+    assert first_victims(cache) == [(Kind.SIDECAR, 21), (Kind.BLOCK, 21)]
+
+
+def first_victims(cache: Cache) -> list[tuple[Kind, int]]:
+    """What goes for a byte, by kind and end."""
+    cache.flush()
+    state = core_of(cache.store).state
     victims = choose_victims(
         state, need_bytes=1, reason=EvictReason.BUDGET, is_protected=lambda _: False
     )
+    return [(each.kind, state.blocks[each.key].end) for each in victims]
 
-    assert [(each.kind, state.blocks[each.key].end) for each in victims] == [
-        (Kind.SIDECAR, 21),
-        (Kind.BLOCK, 21),
-    ]
+
+def answered(bound: BoundModel, prompt: list[int], answer: list[int], ends: Sequence[int]) -> int:
+    """Decode an answer of known token ids and store its end, which is returned."""
+    request = bound.restore(prompt, turn_ends=ends)
+    position = request.endpoint
+    for stop in (*request.stops, len(prompt)):
+        prefilled(bound, request, prompt[position:stop])
+        if stop < len(prompt):
+            assert request.recording.stop(stop, request.cache) is None
+        position = stop
+    prefilled(bound, request, answer)
+    request.recording.extend(answer)
+    end = len(prompt) + len(answer)
+    assert request.recording.stop(end, request.cache) is None
+    request.recording.finish()
+    assert request.recording.wait() == []
+    return end
+
+
+ANSWERED = [*PROMPT[:56], *token_ids(5, seed=5)]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "rwkv7", "llama"])
+def test_the_end_of_an_answer_goes_first_once_a_later_turn_has_passed_it(
+    name: str, cache: Cache, models: dict[str, nn.Module]
+) -> None:
+    bound = cache.bind(models[name])
+    run(bound, other(0), [9])
+    end = answered(bound, PROMPT[:56], ANSWERED[56:], TURN_ENDS)
+    before = first_victims(cache)
+
+    found, _ = run(bound, [*ANSWERED, *token_ids(20, seed=6)], [*TURN_ENDS[:2], 63, 75])
+    after = first_victims(cache)
+
+    assert (found.endpoint, end) == (61, 61)
+    assert before[-1] == (Kind.BLOCK, 9)
+    assert after == [*([] if name == "llama" else [(Kind.SIDECAR, 61)]), (Kind.BLOCK, 61)]
+
+
+def test_the_end_of_an_answer_stays_while_its_prompt_leaves_nothing_behind_it(
+    cache: Cache, bound: BoundModel
+) -> None:
+    """Asked again, or regenerated, such a prompt resumes there and nowhere later."""
+    run(bound, other(0), [9])
+    answered(bound, PROMPT[:20], PROMPT[20:26], ())
+
+    second = answered(bound, PROMPT[:30], PROMPT[30:37], ())
+
+    assert second == 37
+    assert first_victims(cache) == [(Kind.SIDECAR, 9), (Kind.BLOCK, 9)]
+    assert restored(bound, PROMPT[:30]).endpoint == 26
+
+
+def test_a_turn_that_a_prompt_resumes_from_is_not_passed(cache: Cache, bound: BoundModel) -> None:
+    run(bound, other(0), [9])
+    run(bound, PROMPT[:60])
+
+    found, _ = run(bound, PROMPT)
+
+    assert found.endpoint == 50
+    assert first_victims(cache) == [(Kind.SIDECAR, 9), (Kind.BLOCK, 9)]
 
 
 # Junctions.

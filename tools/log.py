@@ -26,6 +26,7 @@ from ..journal.events import (
     ReportedBad,
     Restored,
     Staged,
+    Superseded,
     Touched,
 )
 from ..journal.words import FileName, Kind
@@ -184,7 +185,7 @@ class _Trail:
                 return self._fits(event.tip)
             case NotStored():
                 return self._fits(event.key)
-            case Touched():
+            case Touched() | Superseded():
                 return any(self._fits(key) for key in event.keys)
             case Purged():
                 return event.namespace in self._namespaces

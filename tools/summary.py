@@ -20,7 +20,7 @@ from ..journal.events import (
     Restored,
 )
 from ..journal.files import Files
-from ..journal.state import RECENCY_SHIFT, State
+from ..journal.state import State
 from ..journal.words import Kind
 from ..store.audit import Audit, Gap
 from ..store.reconcile import names_in
@@ -225,7 +225,7 @@ def _namespaces_of(state: State) -> list[Namespace]:
 
 
 def _recency_of(entries: Iterable[Entry]) -> Recency | None:
-    sequences = [entry.recency >> RECENCY_SHIFT for entry in entries]
+    sequences = [entry.last_use for entry in entries]
     if not sequences:
         return None
     return Recency(oldest=min(sequences), newest=max(sequences))

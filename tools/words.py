@@ -31,6 +31,7 @@ from ..journal.events import (
     SegmentSealed,
     SettingSet,
     Staged,
+    Superseded,
     Swept,
     Touched,
     Unpinned,
@@ -60,7 +61,7 @@ def words_of(event: Event) -> str:
             return f"events {event.first} to {event.last}: {event.reason}"
         case Rebuilt():
             return f"{event.cause}; HEAD had event {event.old_sequence}"
-        case Restored() | Missed() | NotStored() | Touched():
+        case Restored() | Missed() | NotStored() | Touched() | Superseded():
             return _of_a_request(event)
         case NamespaceSeen() | SettingSet() | Pinned() | Unpinned() | Purged() | ReportedBad():
             return _of_the_operator(event)
@@ -142,7 +143,7 @@ def _of_a_request(event: RequestEvent) -> str:
                 f"{short(event.key)} position {event.position}, request {event.request}: "
                 f"{event.reason}{_detail(event.detail)}{times}"
             )
-        case Touched():
+        case Touched() | Superseded():
             keys = " ".join(short(key) for key in event.keys[:_KEYS_SHOWN])
             more = len(event.keys) - _KEYS_SHOWN
             return f"{keys} and {more} more" if more > 0 else keys
