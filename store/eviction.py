@@ -7,6 +7,8 @@ block, with its sidecar; its parent is then a leaf itself; 3. sidecars that have
 below them, least recently used first, which makes the checkpoints
    of a long prompt sparser and keeps its newest: so the last checkpoint of a lineage goes last.
 
+Superseded ends of answers have the lowest recency, so they are the first leaves.
+
 What is protected (leased, pinned, in flight, already chosen) is passed over, and so is everything
 above it, since only leaves go.
 """

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..recording import MutableRecording
+from .in_flight import Prefill
 
 log = logging.getLogger("walkback")
 
@@ -16,8 +17,10 @@ class QuietRecording:
     stored. What was captured before is kept, and the request goes on.
     """
 
-    def __init__(self, recording: MutableRecording) -> None:
+    def __init__(self, recording: MutableRecording, prefill: Prefill | None = None) -> None:
+        """``prefill`` is told of the stops: whoever waits for one may resume there."""
         self._recording = recording
+        self._prefill = prefill
         self._is_over = False
         # Called with the recording once it is over.
         self.at_end: Callable[[MutableRecording], None] = lambda _: None
@@ -25,6 +28,8 @@ class QuietRecording:
     def stop(self, position: int, make_cache: Callable[[], Sequence[Any]]) -> None:
         """Store the boundary at ``position``, where the cache that ``make_cache`` gives stands."""
         self._try(lambda: self._recording.stop(position, make_cache()))
+        if self._prefill is not None:
+            self._prefill.reach(position)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Tell what was decoded."""
@@ -40,6 +45,8 @@ class QuietRecording:
                 step()
             except Exception:
                 log.exception("the end of a recording failed")
+        if self._prefill is not None:
+            self._prefill.end()
 
     def _try(self, step: Callable[[], object]) -> None:
         if self._is_over:

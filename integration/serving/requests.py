@@ -11,6 +11,7 @@ others meanwhile, waits neither for a tokenizer nor for a disk.
 
 import copy
 import logging
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from mlx_lm.server import ResponseGenerator
 
 from ...restore.plan import Plan
 from .images import images_of, unshared_key
+from .in_flight import WAIT_SECONDS_MAX, Prefill
 from .session import BoundTo, MutableSession, Prepared
 from .tiers import TieredPromptCache
 from .turns import turn_ends
@@ -54,7 +56,7 @@ class PreparingResponseGenerator(ResponseGenerator):
         bound_to = self._session.bound_for(_key_of(provider, args.model))
         if bound_to is None:
             return
-        prepared = self._prepare(bound_to, request, args)
+        prepared = self._prepare(bound_to, request, args, wait_seconds_max=WAIT_SECONDS_MAX)
         if prepared is None:
             return
         setattr(request, _ATTRIBUTE, prepared)
@@ -72,7 +74,7 @@ class PreparingResponseGenerator(ResponseGenerator):
             prepared = None
         if prepared is None and bound_to is not None:
             try:
-                prepared = self._prepare(bound_to, request, args)
+                prepared = self._prepare(bound_to, request, args, wait_seconds_max=0.0)
             except Exception:
                 log.warning("a request goes uncached: it was not prepared", exc_info=True)
         if prepared is None:
@@ -86,8 +88,13 @@ class PreparingResponseGenerator(ResponseGenerator):
             *([prepared.vision] if prepared.knows_images else []),
         )
 
-    def _prepare(self, bound_to: BoundTo, request: Any, args: Any) -> Prepared | None:
-        """Tokenise a copy of a request and begin to read its prefix; None if that cannot be."""
+    def _prepare(
+        self, bound_to: BoundTo, request: Any, args: Any, *, wait_seconds_max: float
+    ) -> Prepared | None:
+        """Tokenise a copy of a request and begin to read its prefix; None if that cannot be.
+
+        If another request is computing more of its prefix than there is, it may wait so long.
+        """
         # The server's tokenising changes messages in place.
         try:
             # Before 0.32.1 there are no images, and nothing stands for them.
@@ -113,10 +120,26 @@ class PreparingResponseGenerator(ResponseGenerator):
         ends = turn_ends(token_ids, bound_to.closing, distance=bound.grid.merge_tokens)
         plan = Plan(bound.grid, len(token_ids), ends, images=spans)
         segments, types = _segments(token_ids, plan, ends)
-        beyond = self._tiers.depth(bound_to.model_key, key)
-        pending = None
-        if getattr(self.cli_args, "kv_bits", None) is None:
-            pending = bound.start_restore(token_ids, turn_ends=ends, images=spans, beyond=beyond)
+        prefill = self._entered(
+            bound_to,
+            key,
+            plan,
+            restorable=lambda: max(
+                self._tiers.depth(bound_to.model_key, key), bound.lookup(token_ids, images=spans)
+            ),
+            wait_seconds_max=wait_seconds_max,
+        )
+        try:
+            beyond = self._tiers.depth(bound_to.model_key, key)
+            pending = None
+            if getattr(self.cli_args, "kv_bits", None) is None:
+                pending = bound.start_restore(
+                    token_ids, turn_ends=ends, images=spans, beyond=beyond
+                )
+        except BaseException:
+            if prefill is not None:
+                prefill.end()
+            raise
         return Prepared(
             model_key=bound_to.model_key,
             token_ids=token_ids,
@@ -129,6 +152,27 @@ class PreparingResponseGenerator(ResponseGenerator):
             pending=pending,
             images=images,
             vision=vision,
+            prefill=prefill,
+        )
+
+    def _entered(
+        self,
+        bound_to: BoundTo,
+        key: list[int],
+        plan: Plan,
+        *,
+        restorable: Callable[[], int],
+        wait_seconds_max: float,
+    ) -> Prefill | None:
+        """Let others wait for this prompt, after it has waited for them; None if none may."""
+        if getattr(self.cli_args, "kv_bits", None) is not None or not self._session.stores:
+            return None
+        return self._session.prefills.enter(
+            bound_to.model_key,
+            key,
+            [stop for stop in plan.stops if plan.keeps_state_at(stop)],
+            restorable=restorable,
+            wait_seconds_max=wait_seconds_max,
         )
 
     def _told_apart(self, tokenised: Any) -> Any:

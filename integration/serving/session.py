@@ -22,6 +22,7 @@ from ..cache import Cache
 from ..restoration import PendingRestore, Restoration
 from .figures import MemoryFigures, MemoryTier
 from .images import RequestImages
+from .in_flight import MutablePrefills, Prefill
 from .memory import hot_bytes_for
 from .options import ServeOptions, size_text
 from .quiet import QuietRecording
@@ -52,6 +53,8 @@ class Prepared:
     vision: Any = None
     # Whether this mlx-lm says what it makes of images, of prompts without any too.
     knows_images: bool = True
+    # What others may wait for; None if nothing is stored of it.
+    prefill: Prefill | None = None
     # What it resumes from, once that is known, and what is told of its stops: of both or neither.
     restoration: Restoration | None = None
     recording: QuietRecording | None = None
@@ -68,6 +71,8 @@ class Prepared:
     def cancel(self) -> None:
         """Give up what nobody will finish, so that nothing stays leased or held. Never raises."""
         recording, self.restoration, self.recording = self.recording, None, None
+        if self.prefill is not None:
+            self.prefill.end()
         if recording is not None:
             recording.finish()
         elif self.pending is not None:
@@ -92,7 +97,10 @@ class BoundTo:
 
 
 class MutableSession:
-    """One owner: the generation thread. Others may read ``bound_to`` and ask ``memory_figures``."""
+    """One owner: the generation thread.
+
+    Others may read ``bound_to``, ask ``memory_figures`` and wait in ``prefills``.
+    """
 
     def __init__(self, cache: Cache | None, options: ServeOptions, way: Way = Way.STOPS) -> None:
         """Without a cache everything is as in mlx-lm, but for what would kill its thread."""
@@ -103,6 +111,7 @@ class MutableSession:
         # What the tier in memory may hold, in bytes; None before a model is loaded, or always.
         self.hot_max = options.hot_max
         self.teller = MutableTeller()
+        self.prefills = MutablePrefills()
         # What the tier in memory holds; it says so itself once mlx-lm has made it. For any thread.
         self.memory_tier: MemoryFigures = lambda: None
         self._current: Prepared | None = None

@@ -137,7 +137,9 @@ class TieredPromptCache(LRUPromptCache):
             self._hits += 1
             QuietRecording(restoration.recording).finish()
             restoration = pending.adopt(cache, depth)
-        recording = QuietRecording(restoration.recording)
+        recording = QuietRecording(restoration.recording, prepared.prefill)
+        if prepared.prefill is not None:
+            prepared.prefill.begin(restoration.endpoint)
         # From here on whoever cancels the request ends its recording.
         prepared.restoration, prepared.recording = restoration, recording
         try:
