@@ -15,11 +15,12 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
+from cache_maker import core_of
 from chat_models import letters_only, write_chat_model
 from inner_servers import InnerServer, serving_here
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
-from servers import Answer
+from servers import Answer, serving
 
 from walkback.integration.cache import Cache, open_cache
 from walkback.integration.serving.options import ServeOptions
@@ -226,6 +227,25 @@ def test_with_a_draft_model_nothing_is_stored_and_that_is_said_once(
     assert refusals_in(cache) == ["draft_model"]
 
 
+def test_with_a_draft_model_answers_are_those_of_mlx_lms_own_server(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The second of two equal requests has another answer there: mlx-lm 0.32.2 keeps a cache that
+    lacks the last token of its key, and cuts it back by one too many.
+    """
+    arguments = ("--draft-model", str(models["llama"]))
+    ours = ("--cache-dir", str(tmp_path / "cache"), *SHORT)
+
+    with serving(
+        models["llama"], *arguments, log_path=tmp_path / "stock.log", is_stock=True
+    ) as stock:
+        expected = [stock.chat(asking("us"), max_tokens=TOKENS) for _ in range(3)]
+    with serving(models["llama"], *arguments, *ours, log_path=tmp_path / "ours.log") as server:
+        answers = [server.chat(asking("us"), max_tokens=TOKENS) for _ in range(3)]
+
+    assert answers == expected
+
+
 def test_what_is_spread_over_machines_is_not_stored_and_that_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -262,3 +282,30 @@ def test_another_model_never_resumes_from_what_the_first_has_stored(
     assert [each.cached_tokens > 0 for each in answers] == [False, False, True, True]
     assert namespaces == 2
     assert_clean(tmp_path / "cache")
+
+
+def test_each_model_has_its_own_prefixes_back_in_memory_after_a_switch(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    paths = [models["lfm2"], models["other lfm2"]]
+    expected = [Oracle(path).tokens(asking("us")) for path in paths]
+
+    with serving_here(paths[0], "--cache-dir", str(tmp_path / "cache"), *SHORT) as server:
+
+        def ask_of(path: Path) -> Answer:
+            return server.chat(asking("us"), max_tokens=TOKENS, model=str(path))
+
+        answers = [ask_of(path) for path in (*paths, *paths)]
+        # The other model is asked for while the first still answers, and the other way round.
+        with ThreadPoolExecutor(4) as clients:
+            at_once = list(clients.map(ask_of, (*paths, *paths)))
+        server.cache.flush()
+        with core_of(server.cache.store).lock:
+            overlay = core_of(server.cache.store).overlay
+            kept = (+overlay.held, +overlay.leased, dict(overlay.in_flight))
+
+    assert [each.tokens for each in (*answers, *at_once)] == expected * 4
+    cached = [each.prompt_tokens - each.cached_tokens for each in (*answers[2:], *at_once)]
+    assert [each.cached_tokens for each in answers[:2]] == [0, 0]
+    assert cached == [1] * 6
+    assert not any(kept)
