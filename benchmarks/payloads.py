@@ -65,12 +65,14 @@ def live_cache(layout: Layout) -> list[Any]:
     cache = fresh_cache(layout)
     for leaf, target in zip(layout.leaves, cache, strict=True):
         match leaf:
-            case KVLeaf(keys=part):
+            case KVLeaf(keys=PerToken() as part):
                 target.keys, target.values = (
                     mx.random.normal((1, part.heads, STOP, part.width)).astype(dtype_of(part.dtype))
                     for _ in range(2)
                 )
                 target.offset = STOP
+            case KVLeaf():
+                raise NotImplementedError("no quantised KV is measured")
             case ArraysLeaf(slots=slots):
                 target.cache = [
                     mx.random.normal(slot.shape).astype(dtype_of(slot.dtype))

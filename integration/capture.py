@@ -13,7 +13,7 @@ from ..journal.errors import UnsupportedLayoutError, WalkbackError
 from ..restore.layout import Layout
 from ..restore.materialise import bytes_of, finite_flag
 from ..store.tensors import Tensor, TensorSpec
-from .leaves import is_kv, layout_of, walk_leaves
+from .leaves import arrays_of_kv, is_kv, layout_of, walk_leaves
 
 
 class CaptureRefusedError(WalkbackError):
@@ -90,9 +90,7 @@ def _block_arrays(
     # A slice is a view that pins the whole buffer and makes the next append copy it. contiguous()
     # copies the rows out; within 16 kB of the whole it shares the buffer instead, and then the
     # array made here counts as a user of it, so mlx copies before the next write in place.
-    live = (
-        array for _, leaf in walk_leaves(cache) if is_kv(leaf) for array in (leaf.keys, leaf.values)
-    )
+    live = (array for _, leaf in walk_leaves(cache) if is_kv(leaf) for array in arrays_of_kv(leaf))
     return [
         (spec, mx.contiguous(array[:, :, start:end, :]))
         for spec, array in zip(layout.block_specs(start, end), live, strict=True)

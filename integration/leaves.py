@@ -9,13 +9,13 @@ contents.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
 from ..journal.errors import UnsupportedLayoutError, WalkbackError
-from ..restore.layout import ArraysLeaf, KVLeaf, Layout, Leaf, PerToken, Slot
+from ..restore.layout import ArraysLeaf, KVLeaf, Layout, Leaf, PerToken, QuantisedRows, Rows, Slot
 from ..restore.materialise import code_of
 
 
@@ -36,9 +36,17 @@ def walk_leaves(cache: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 def is_kv(leaf: object) -> bool:
     """Whether the leaf's rows can be cut at any token.
 
-    Exactly KVCache: a class made from it may keep its rows in another order or drop some.
+    Exactly these: a class made from one may keep its rows in another order or drop some.
     """
-    return type(leaf) is KVCache
+    return type(leaf) in (KVCache, QuantizedKVCache)
+
+
+def arrays_of_kv(leaf: Any) -> tuple[mx.array, ...]:
+    """The arrays of a KV leaf, rows first to last in each, in the order of ``KVLeaf.arrays``."""
+    if type(leaf) is QuantizedKVCache:
+        keys, values = cast("Sequence[Any]", (leaf.keys, leaf.values))
+        return (*keys, *values)
+    return (leaf.keys, leaf.values)
 
 
 def layout_of(cache: Sequence[Any]) -> Layout:
@@ -66,8 +74,11 @@ def position_of(cache: Sequence[Any]) -> int | None:
 
 def _describe(path: str, leaf: Any) -> Leaf:
     if is_kv(leaf):
-        keys, values = _per_token(path, "keys", leaf), _per_token(path, "values", leaf)
-        return KVLeaf(path=path, keys=keys, values=values)
+        return KVLeaf(
+            path=path,
+            keys=_rows(path, "keys", leaf.keys, leaf),
+            values=_rows(path, "values", leaf.values, leaf),
+        )
     if isinstance(leaf, ArraysCache):
         slots = tuple(_slot(path, index, array) for index, array in enumerate(leaf.cache))
         return ArraysLeaf(path=path, slots=slots)
@@ -76,8 +87,19 @@ def _describe(path: str, leaf: Any) -> Leaf:
     )
 
 
-def _per_token(path: str, role: str, leaf: Any) -> PerToken:
-    array: object = getattr(leaf, role)
+def _rows(path: str, role: str, held: Any, leaf: Any) -> Rows:
+    if type(leaf) is not QuantizedKVCache:
+        return _per_token(path, role, held, leaf.offset)
+    parts = cast("Sequence[object]", held) if isinstance(held, tuple | list) else ()
+    if len(parts) != 3:
+        raise UnsupportedLayoutError(f"leaf {path}: {role} are not packed with scales and biases")
+    packed, scales, biases = (_per_token(path, role, each, leaf.offset) for each in parts)
+    return QuantisedRows(
+        bits=leaf.bits, group_size=leaf.group_size, packed=packed, scales=scales, biases=biases
+    )
+
+
+def _per_token(path: str, role: str, array: object, offset: int) -> PerToken:
     if not isinstance(array, mx.array):
         raise UnsupportedLayoutError(
             f"leaf {path}: {role} are {type(array).__name__}, not an array; "
@@ -87,9 +109,9 @@ def _per_token(path: str, role: str, leaf: Any) -> PerToken:
         raise UnsupportedLayoutError(
             f"leaf {path}: {role} of shape {array.shape}, not (1, heads, tokens, width)"
         )
-    if not 0 <= leaf.offset <= array.shape[2]:
+    if not 0 <= offset <= array.shape[2]:
         raise UnsupportedLayoutError(
-            f"leaf {path}: offset {leaf.offset} outside of {array.shape[2]} rows of {role}"
+            f"leaf {path}: offset {offset} outside of {array.shape[2]} rows of {role}"
         )
     return PerToken(heads=array.shape[1], width=array.shape[3], dtype=code_of(array.dtype))
 

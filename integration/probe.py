@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..journal.errors import UnsupportedLayoutError
 from ..restore.layout import ArraysLeaf, KVLeaf, Layout
-from .leaves import layout_of, position_of, walk_leaves
+from .leaves import arrays_of_kv, layout_of, position_of, walk_leaves
 
 PROBE_TOKENS = 16
 
@@ -62,7 +62,7 @@ def _arrays(cache: list[Any], layout: Layout) -> list[Any]:
     for (_, leaf), described in zip(walk_leaves(cache), layout.leaves, strict=True):
         match described:
             case KVLeaf():
-                arrays += [leaf.keys, leaf.values]
+                arrays += arrays_of_kv(leaf)
             case ArraysLeaf():
                 arrays += [array for array in leaf.cache if array is not None]
     return arrays

@@ -29,11 +29,48 @@ class PerToken:
         _require_dtype(self.dtype)
         _require_sizes((self.heads, self.width))
 
+    def arrays(self, name: str) -> tuple[tuple[str, "PerToken"], ...]:
+        """The arrays that hold these rows, each with the name of its tensor: one, ``name``."""
+        return ((name, self),)
+
     def canonical(self) -> list[object]:
         return [self.heads, self.width, self.dtype]
 
     def __str__(self) -> str:
         return f"{self.heads} heads of {self.width} {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantisedRows:
+    """What one token adds to quantised keys, or values: packed integers, scales and biases.
+
+    ``group_size`` numbers of ``bits`` bits each share a scale and a bias, within one token: so rows
+    can be cut at any token.
+    """
+
+    bits: int
+    group_size: int
+    packed: PerToken
+    scales: PerToken
+    biases: PerToken
+
+    def arrays(self, name: str) -> tuple[tuple[str, PerToken], ...]:
+        """The arrays that hold these rows, each with the name of its tensor, in mlx's order."""
+        return (
+            (f"{name}/packed", self.packed),
+            (f"{name}/scales", self.scales),
+            (f"{name}/biases", self.biases),
+        )
+
+    def canonical(self) -> list[object]:
+        parts = [part.canonical() for _, part in self.arrays("")]
+        return ["quantised", self.bits, self.group_size, *parts]
+
+    def __str__(self) -> str:
+        return f"{self.packed} ({self.bits} bits in groups of {self.group_size})"
+
+
+Rows = PerToken | QuantisedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +98,16 @@ class KVLeaf:
     """A leaf whose keys and values can be cut at any token. The two may differ in every field."""
 
     path: str
-    keys: PerToken
-    values: PerToken
+    keys: Rows
+    values: Rows
+
+    def arrays(self) -> tuple[tuple[str, PerToken], ...]:
+        """The arrays of the leaf with the names of their tensors: of the keys, then of the values.
+
+        One token adds a row of (heads, width) to each.
+        """
+        keys, values = f"{self.path}/keys", f"{self.path}/values"
+        return (*self.keys.arrays(keys), *self.values.arrays(values))
 
     def canonical(self) -> list[object]:
         return ["kv", self.path, self.keys.canonical(), self.values.canonical()]
@@ -87,8 +132,8 @@ class Layout:
     """Every leaf of a cache, in the cache's own order.
 
     A path is the index of a leaf in the cache's list, ``"3"``, or in nested lists, ``"3.0"``.
-    Names of tensors are made here and nowhere else: ``{path}/keys``, ``{path}/values``,
-    ``{path}/slot{j}``.
+    Names of tensors are made here and nowhere else: ``{path}/keys``, ``{path}/values``, with
+    ``/packed``, ``/scales`` and ``/biases`` behind them if they are quantised, ``{path}/slot{j}``.
     """
 
     leaves: tuple[Leaf, ...]
@@ -124,14 +169,10 @@ class Layout:
         if not 0 <= start < end:
             raise ValueError(f"tokens {start}:{end} are no block")
         return tuple(
-            TensorSpec(
-                name=f"{leaf.path}/{role}",
-                dtype=part.dtype,
-                shape=(1, part.heads, end - start, part.width),
-            )
+            TensorSpec(name=name, dtype=part.dtype, shape=(1, part.heads, end - start, part.width))
             for leaf in self.leaves
             if isinstance(leaf, KVLeaf)
-            for role, part in (("keys", leaf.keys), ("values", leaf.values))
+            for name, part in leaf.arrays()
         )
 
     def point_specs(self) -> tuple[TensorSpec, ...]:

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..journal.errors import PayloadDamagedError, UnsupportedLayoutError
 from ..store.tensors import TensorSpec
-from .layout import ArraysLeaf, KVLeaf, Layout, PerToken
+from .layout import ArraysLeaf, KVLeaf, Layout, PerToken, QuantisedRows, Rows
 
 # KVCache grows by steps of 256 tokens; a buffer that is no multiple is cut before its first append.
 CAPACITY_STEP_TOKENS = 256
@@ -206,8 +206,11 @@ class MutableAssembly:
 
     def _fill_kv(self, leaf: KVLeaf, target: Any) -> None:
         _require_attributes(leaf.path, target, ("keys", "values", "offset"))
-        target.keys = self._buffers[f"{leaf.path}/keys"]
-        target.values = self._buffers[f"{leaf.path}/values"]
+        for role, rows in (("keys", leaf.keys), ("values", leaf.values)):
+            _require_precision(leaf.path, target, rows)
+            buffers = [self._buffers[name] for name, _ in rows.arrays(f"{leaf.path}/{role}")]
+            # As mlx-lm has it: an array, or a tuple of what mx.quantize gives.
+            setattr(target, role, buffers[0] if isinstance(rows, PerToken) else tuple(buffers))
         target.offset = self.endpoint
 
     def _fill_arrays(self, leaf: ArraysLeaf, target: Any) -> None:
@@ -252,8 +255,7 @@ class MutableAssembly:
 def _kv_parts(layout: Layout) -> Iterator[tuple[str, PerToken]]:
     for leaf in layout.leaves:
         if isinstance(leaf, KVLeaf):
-            yield f"{leaf.path}/keys", leaf.keys
-            yield f"{leaf.path}/values", leaf.values
+            yield from leaf.arrays()
 
 
 def _walk(cache: list[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -270,6 +272,16 @@ def _require_attributes(path: str, target: Any, attributes: tuple[str, ...]) -> 
     if missing := [name for name in attributes if not hasattr(target, name)]:
         raise UnsupportedLayoutError(
             f"leaf {path} is a {type(target).__name__} without {', '.join(missing)}"
+        )
+
+
+def _require_precision(path: str, target: Any, rows: Rows) -> None:
+    """A quantised cache says its bits and its group size, any other has neither."""
+    found = (getattr(target, "bits", None), getattr(target, "group_size", None))
+    is_quantised = isinstance(rows, QuantisedRows)
+    if found != ((rows.bits, rows.group_size) if is_quantised else (None, None)):
+        raise UnsupportedLayoutError(
+            f"leaf {path} is a {type(target).__name__} of other bits than the layout's {rows}"
         )
 
 

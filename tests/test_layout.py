@@ -5,7 +5,7 @@ from dataclasses import replace
 import cbor2
 import pytest
 
-from walkback.restore.layout import ArraysLeaf, KVLeaf, Layout, Leaf, PerToken, Slot
+from walkback.restore.layout import ArraysLeaf, KVLeaf, Layout, Leaf, PerToken, QuantisedRows, Slot
 
 KEYS = PerToken(heads=2, width=16, dtype="BF16")
 VALUES = PerToken(heads=2, width=8, dtype="BF16")
@@ -14,6 +14,15 @@ STATE = Slot(dtype="F32", shape=(1, 4, 32, 32))
 KV = KVLeaf(path="0.1", keys=KEYS, values=VALUES)
 ARRAYS = ArraysLeaf(path="1", slots=(CONV, None, STATE))
 LAYOUT = Layout(leaves=(KV, ARRAYS))
+GROUPS = PerToken(heads=2, width=2, dtype="BF16")
+QUANTISED = QuantisedRows(
+    bits=4,
+    group_size=32,
+    packed=PerToken(heads=2, width=8, dtype="U32"),
+    scales=GROUPS,
+    biases=GROUPS,
+)
+QUANTISED_KV = KVLeaf(path="0.1", keys=QUANTISED, values=QUANTISED)
 
 CHANGED: dict[str, tuple[Leaf, ...]] = {
     "a leaf less": (KV,),
@@ -39,6 +48,12 @@ CHANGED: dict[str, tuple[Leaf, ...]] = {
         replace(ARRAYS, slots=(CONV, Slot(dtype="F32", shape=(1, 0)), STATE)),
     ),
     "arrays where kv was": (ArraysLeaf(path="0.1", slots=()), ARRAYS),
+    "quantised keys": (replace(KV, keys=QUANTISED), ARRAYS),
+    "quantised kv": (QUANTISED_KV, ARRAYS),
+    "quantised kv of other bits": (replace(KV, keys=replace(QUANTISED, bits=8)), ARRAYS),
+    "quantised kv of other groups": (replace(KV, keys=replace(QUANTISED, group_size=64)), ARRAYS),
+    "quantised kv of other scales": (replace(KV, keys=replace(QUANTISED, scales=KEYS)), ARRAYS),
+    "quantised kv of other biases": (replace(KV, keys=replace(QUANTISED, biases=KEYS)), ARRAYS),
 }
 
 
@@ -103,6 +118,23 @@ def test_point_state_leaves_empty_slots_out_and_keeps_their_numbers() -> None:
         ("1/slot2", "F32", (1, 4, 32, 32)),
     ]
     assert LAYOUT.point_nbytes() == 3 * 64 * 2 + 4 * 32 * 32 * 4
+
+
+def test_quantised_kv_has_six_tensors_a_block() -> None:
+    layout = Layout(leaves=(QUANTISED_KV,))
+
+    specs = layout.block_specs(64, 128)
+
+    assert [(spec.name, spec.dtype, spec.shape) for spec in specs] == [
+        (f"0.1/{role}/{part}", dtype, (1, 2, 64, width))
+        for role in ("keys", "values")
+        for part, dtype, width in (
+            ("packed", "U32", 8),
+            ("scales", "BF16", 2),
+            ("biases", "BF16", 2),
+        )
+    ]
+    assert layout.block_nbytes(64, 128) == 2 * 64 * 2 * (8 * 4 + 2 * 2 + 2 * 2)
 
 
 def test_a_purely_recurrent_layout_has_no_kv() -> None:

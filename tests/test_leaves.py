@@ -30,7 +30,7 @@ from walkback.integration.leaves import (
 )
 from walkback.integration.probe import learn_layout
 from walkback.journal.errors import UnsupportedLayoutError
-from walkback.restore.layout import ArraysLeaf, KVLeaf, Layout, PerToken, Slot
+from walkback.restore.layout import ArraysLeaf, KVLeaf, Layout, PerToken, QuantisedRows, Slot
 from walkback.restore.materialise import MutableAssembly
 
 
@@ -42,9 +42,9 @@ class SizedArraysCache(ArraysCache):
     """A wrapper like those that servers put around the arrays of a restored cache."""
 
 
-def kv(tokens: int = 5, *, batch: int = 1) -> KVCache:
+def kv(tokens: int = 5, *, batch: int = 1, width: int = 4) -> KVCache:
     leaf = KVCache()
-    rows = mx.zeros((batch, 2, tokens, 4), mx.bfloat16)
+    rows = mx.zeros((batch, 2, tokens, width), mx.bfloat16)
     leaf.update_and_fetch(rows, rows)
     return leaf
 
@@ -59,7 +59,6 @@ def arrays(*slots: mx.array | None, kind: type[ArraysCache] = ArraysCache) -> Ar
     "leaf",
     [
         RotatingKVCache(max_size=8),
-        QuantizedKVCache(),
         ChunkedKVCache(8),
         ConcatenateKVCache(),
         OddCache(),
@@ -119,6 +118,22 @@ def test_keys_and_values_may_differ_in_heads_and_width() -> None:
         keys=PerToken(heads=1, width=32, dtype="F32"),
         values=PerToken(heads=2, width=0, dtype="F32"),
     )
+
+
+def test_quantised_keys_are_packed_with_a_scale_and_a_bias_for_each_group() -> None:
+    leaf = kv(width=64).to_quantized(group_size=32, bits=4)
+
+    described = layout_of([leaf]).leaves[0]
+
+    packed = PerToken(heads=2, width=64 * 4 // 32, dtype="U32")
+    of_groups = PerToken(heads=2, width=64 // 32, dtype="BF16")
+    rows = QuantisedRows(bits=4, group_size=32, packed=packed, scales=of_groups, biases=of_groups)
+    assert described == KVLeaf(path="0", keys=rows, values=rows)
+
+
+def test_a_quantised_leaf_without_a_token_has_no_layout_yet() -> None:
+    with pytest.raises(UnsupportedLayoutError, match="leaf 0: keys are not packed"):
+        layout_of([QuantizedKVCache()])
 
 
 def test_the_layout_ignores_offset_and_capacity() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
 from walkback.integration.capture import capture
 from walkback.integration.leaves import layout_of, position_of
@@ -76,6 +77,69 @@ def test_a_restored_cache_holds_the_bytes_that_were_captured() -> None:
     assert position_of(restored) == ENDPOINT
     assert layout_of(restored) == layout
     assert restored[0][0].cache[1] is None
+
+
+def quantised_cache(*, filled: bool, bits: int = 4) -> list[Any]:
+    """Keys and values of other widths, beside a leaf that mlx-lm does not quantise."""
+    cache: list[Any] = [KVCache(), CacheList(KVCache(), ArraysCache(1))]
+    if filled:
+        cache[0].update_and_fetch(normal(1, 2, ENDPOINT, 64), normal(1, 2, ENDPOINT, 32))
+        cache[1][0].update_and_fetch(normal(1, 1, ENDPOINT, 8), normal(1, 1, ENDPOINT, 8))
+        cache[1][1].cache = [normal(1, 3, 8)]
+    maybe_quantize: Any = maybe_quantize_kv_cache
+    maybe_quantize(cache, quantized_kv_start=0, kv_group_size=32, kv_bits=bits)
+    return cache
+
+
+def test_a_restored_quantised_cache_holds_the_bytes_that_mlx_lm_made_and_goes_on_as_it() -> None:
+    live = quantised_cache(filled=True)
+    layout = layout_of(live)
+
+    restored = assembled(layout, live).finish(lambda: quantised_cache(filled=False))
+
+    assert contents(restored, layout) == contents(live, layout)
+    assert position_of(restored) == ENDPOINT
+    assert layout_of(restored) == layout
+    more = normal(1, 2, 40, 64), normal(1, 2, 40, 32)
+    kept, other = (each[0].update_and_fetch(*more) for each in (live, restored))
+    for one, two in zip((*kept[0], *kept[1]), (*other[0], *other[1]), strict=True):
+        assert mx.array_equal(one, two)
+
+
+def test_what_a_quantised_cache_does_after_its_capture_never_reaches_the_stored_bytes() -> None:
+    live = quantised_cache(filled=True)
+    stored = capture(live, layout_of(live), position=ENDPOINT, ranges=RANGES, with_point=False)
+    before = [bytes(tensor.buffer) for block in stored.blocks for tensor in block]
+
+    live[0].trim(100)
+    mx.eval(live[0].update_and_fetch(normal(1, 2, 90, 64), normal(1, 2, 90, 32)))
+
+    assert [bytes(tensor.buffer) for block in stored.blocks for tensor in block] == before
+
+
+@pytest.mark.parametrize(
+    "make_other",
+    [
+        lambda: [KVCache(), CacheList(KVCache(), ArraysCache(1))],
+        lambda: quantised_cache(filled=False, bits=8),
+    ],
+    ids=["as it is", "other bits"],
+)
+def test_a_quantised_leaf_goes_into_no_cache_of_another_form(
+    make_other: Callable[[], list[Any]],
+) -> None:
+    live = quantised_cache(filled=True)
+
+    with pytest.raises(UnsupportedLayoutError, match="other bits"):
+        assembled(layout_of(live), live).finish(make_other)
+
+
+def test_kv_as_it_is_goes_into_no_quantised_cache() -> None:
+    live: list[Any] = [KVCache()]
+    live[0].update_and_fetch(normal(1, 2, ENDPOINT, 64), normal(1, 2, ENDPOINT, 64))
+
+    with pytest.raises(UnsupportedLayoutError, match="other bits"):
+        assembled(layout_of(live), live).finish(lambda: [QuantizedKVCache(32, 4)])
 
 
 def test_segments_may_be_filled_on_another_thread() -> None:

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, KVCache
 
 from ...journal.errors import UnsupportedLayoutError
+from ..leaves import arrays_of_kv, is_kv
 
 
 def row_of(batch: Sequence[Any], index: int) -> list[Any]:
@@ -98,6 +99,6 @@ def compact(cache: Sequence[Any]) -> None:
         elif isinstance(leaf, ArraysCache):
             leaf.cache = [None if each is None else mx.contiguous(each) for each in leaf.cache]
             pending += [each for each in leaf.cache if each is not None]
-        elif type(leaf) is KVCache and leaf.keys is not None:
-            pending += [leaf.keys, leaf.values]
+        elif is_kv(leaf) and leaf.keys is not None:
+            pending += arrays_of_kv(leaf)
     mx.eval(pending)
