@@ -62,14 +62,17 @@ def match(
     needs_sidecar: bool,
     refused: Set[bytes] = frozenset(),
     beyond: int = 0,
+    below: int | None = None,
 ) -> Match:
     """Follow a prompt's chain through the entries and take the longest candidate.
 
-    Only what ends behind ``beyond`` is one. ``refused`` holds the keys of blocks and sidecars that
-    could not be read just now.
+    Only what ends behind ``beyond``, and before ``below``, is one. ``refused`` holds the keys of
+    blocks and sidecars that could not be read just now.
     """
     blocks = matched_blocks(entries, chain.links)
-    found = candidates(entries, chain, blocks, needs_sidecar=needs_sidecar, refused=refused)
+    found = candidates(
+        entries, chain, blocks, needs_sidecar=needs_sidecar, refused=refused, below=below
+    )
     longest = next(found, None)
     is_deep_enough = longest is not None and longest.endpoint > beyond
     return Match(blocks=tuple(blocks), candidate=longest if is_deep_enough else None)
@@ -93,12 +96,14 @@ def candidates(
     *,
     needs_sidecar: bool,
     refused: Set[bytes] = frozenset(),
+    below: int | None = None,
 ) -> Iterator[Candidate]:
     """The restorable prefixes among matched blocks and the tails below them, longest first.
 
-    One token less than the chain has is restored at most: one is left to compute. None ends inside
-    an image.
+    One token less than the chain has is restored at most: one is left to compute. All end before
+    ``below``, and none inside an image.
     """
+    end_limit = chain.token_count if below is None else min(below, chain.token_count)
     readable = next(
         (index for index, block in enumerate(blocks) if block.key in refused), len(blocks)
     )
@@ -106,7 +111,7 @@ def candidates(
         above = tuple(blocks[:count])
         tips = [*_tails(entries, chain, count * chain.block_tokens, refused), *above[-1:]]
         for tip in tips:
-            if tip.end >= chain.token_count or is_inside(chain.images, tip.end):
+            if tip.end >= end_limit or is_inside(chain.images, tip.end):
                 continue
             sidecar = entries.sidecar(tip.key) if needs_sidecar else None
             if needs_sidecar and (sidecar is None or sidecar.end != tip.end):

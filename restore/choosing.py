@@ -25,10 +25,20 @@ class Lookup:
     plan: Plan
     # What the caller has without a restore: only what is deeper is worth reading.
     beyond: int = 0
+    # Where the cache takes another form than this layout's: only what ends before is of use.
+    below: int | None = None
+    # From where on the cache has this form: what ends before it was captured there.
+    form_start: int = 0
+    # What to look for if this finds nothing.
+    otherwise: "Lookup | None" = None
 
     @property
     def prompt_tokens(self) -> int:
         return self.chain.token_count
+
+    def plan_digest_of(self, end: int) -> bytes:
+        """The digest of this prompt's plan up to the stop that captures the block ending there."""
+        return self.plan.digest_of(max(end, self.form_start))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,19 +67,34 @@ class Choice(NamedTuple):
 
 def choose(view: View, lookup: Lookup, refused: Set[bytes]) -> tuple[Choice, Sequence[Located]]:
     """The longest candidate that is left, or why there is none, and what a lease must keep."""
-    found = match(
-        view,
-        lookup.chain,
-        needs_sidecar=lookup.layout.has_point_state,
-        refused=refused,
-        beyond=lookup.beyond,
-    )
+    found = _match(view, lookup, refused)
     junction = _junction(view, lookup, found)
     candidate = found.candidate
     if candidate is None:
         return Choice(found, _why(view, lookup, found), junction), ()
     located = [*candidate.blocks, *([candidate.sidecar] if candidate.sidecar else [])]
     return Choice(found, None, junction), located
+
+
+def endpoint_of(view: View, lookup: Lookup) -> int:
+    """The endpoint that a restore would begin with; 0 without one."""
+    each: Lookup | None = lookup
+    while each is not None:
+        if (candidate := _match(view, each).candidate) is not None:
+            return candidate.endpoint
+        each = each.otherwise
+    return 0
+
+
+def _match(view: View, lookup: Lookup, refused: Set[bytes] = frozenset()) -> Match:
+    return match(
+        view,
+        lookup.chain,
+        needs_sidecar=lookup.layout.has_point_state,
+        refused=refused,
+        beyond=lookup.beyond,
+        below=lookup.below,
+    )
 
 
 def _junction(view: View, lookup: Lookup, found: Match) -> int | None:

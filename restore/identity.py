@@ -161,6 +161,13 @@ class Chain:
         """
         return list(self.links[start // self.block_tokens : end // self.block_tokens])
 
+    def under(self, namespace: bytes) -> "Chain":
+        """The chain of this prompt in another namespace."""
+        chain = Chain.__new__(Chain)
+        chain.images = self.images
+        chain._begin(self._packed, (), namespace, self._secret, self.block_tokens)
+        return chain
+
     def longer(self, token_ids: Sequence[int]) -> "Chain":
         """The chain of this prompt with more token ids behind it."""
         chain = Chain.__new__(Chain)

@@ -105,12 +105,14 @@ class Plan:
         *,
         junction: int | None = None,
         images: Sequence[ImageSpan] = (),
+        turning_point: int | None = None,
     ) -> None:
         """Plan a prompt. ``turn_ends`` are positions, in any order; those outside are left out, and
         those inside one of the ``images``, which are in order.
 
         A junction is where prompts that the cache has seen part ways. It makes way for any stop
-        that is close, and is no stop unless the grid says so.
+        that is close, and is no stop unless the grid says so. A ``turning_point`` is the stop of
+        the grid at which the cache takes another form: it is one however close the stop before it.
         """
         self.grid = grid
         self.prompt_tokens = prompt_tokens
@@ -119,7 +121,7 @@ class Plan:
             not 0 < junction < prompt_tokens or is_inside(images, junction)
         ):
             junction = None
-        stops = list(_apart(grid, prompt_tokens, turn_ends, images))
+        stops = list(_apart(grid, prompt_tokens, turn_ends, images, turning_point))
         if grid.junctions and junction is not None:
             at = bisect_left(stops, junction)
             near = [0, *stops[max(at - 1, 0) : at + 1]]
@@ -201,11 +203,19 @@ def plan_of_unknown_stops(position: int) -> bytes:
 
 
 def _apart(
-    grid: Grid, prompt_tokens: int, turn_ends: Iterable[int], images: Sequence[ImageSpan]
+    grid: Grid,
+    prompt_tokens: int,
+    turn_ends: Iterable[int],
+    images: Sequence[ImageSpan],
+    turning_point: int | None,
 ) -> Iterator[int]:
-    """The stops of the grid and the ends of turns, each far enough behind the one before."""
+    """The stops of the grid and the ends of turns, each far enough behind the one before.
+
+    Only the turning point may be closer.
+    """
     last = 0
     for stop in sorted({*grid.stops(prompt_tokens), *turn_ends}):
-        if last + grid.distance <= stop < prompt_tokens and not is_inside(images, stop):
+        is_far_enough = last + grid.distance <= stop or stop == turning_point
+        if is_far_enough and stop < prompt_tokens and not is_inside(images, stop):
             yield stop
             last = stop

@@ -154,17 +154,18 @@ class MutableResumption(Generic[AssemblyT]):
             detail = store.mode_detail
             self._miss = self._missed(NotResumed(reason=MissReason.OFFLINE, detail=detail))
             return
+        lookup = self._lookup
         try:
-            choice, lease = store.choose(lambda view: choose(view, self._lookup, attempt.refused))
+            choice, lease = store.choose(lambda view: choose(view, lookup, attempt.refused))
         except CacheClosedError as error:
             self._miss = NotResumed(reason=MissReason.CLOSED, detail=str(error))
             return
         is_kept = False
         try:
-            attempt.junction = choice.junction
-            attempt.matched_tokens = choice.found.matched_tokens
+            attempt.junction = choice.junction or attempt.junction
+            attempt.matched_tokens = max(attempt.matched_tokens, choice.found.matched_tokens)
             if choice.miss is not None:
-                self._miss = self._missed(choice.miss)
+                self._take_miss(choice.miss)
                 return
             candidate = choice.found.candidate
             assert candidate is not None, "what is no miss has a candidate"
@@ -177,6 +178,13 @@ class MutableResumption(Generic[AssemblyT]):
                 store.release(lease)
         if not self._is_cancelled:
             self._walk_back()
+
+    def _take_miss(self, miss: NotResumed) -> None:
+        """Go on with what else would do; without any this is the end of it."""
+        if self._lookup.otherwise is not None:
+            self._lookup = self._lookup.otherwise
+        else:
+            self._miss = self._missed(miss)
 
     def _hold(self, held: _Held[AssemblyT]) -> bool:
         with self._lock:
@@ -214,7 +222,7 @@ class MutableResumption(Generic[AssemblyT]):
         deepest = held.found.deepest
         assert deepest is not None, "a candidate has a block"
         mixed_plan = any(
-            located.plan_digest != lookup.plan.digest_of(located.end)
+            located.plan_digest != lookup.plan_digest_of(located.end)
             for located in (*candidate.blocks, endpoint)
         )
         is_on_grid = lookup.plan.grid.is_on_grid(candidate.endpoint)

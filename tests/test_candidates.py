@@ -175,6 +175,16 @@ def test_the_endpoint_is_exactly_the_boundary_that_was_stored(end: int) -> None:
     assert endpoints(Held(ENDS, [end]), 26) == [end]
 
 
+@pytest.mark.parametrize("below", range(1, 16))
+def test_what_does_not_end_before_a_limit_is_passed_over(below: int) -> None:
+    held = Held([4, 6, 8, 12, 14], [4, 6, 12, 14])
+
+    found = match(held, chain_of(16), needs_sidecar=True, below=below).candidate
+
+    usable = [end for end in (4, 6, 12, 14) if end < below]
+    assert (0 if found is None else found.endpoint) == max(usable, default=0)
+
+
 def test_what_could_not_be_read_just_now_is_not_offered_and_neither_is_what_hangs_on_it() -> None:
     held = Held(ENDS, [8, 16, 24])
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from walkback.restore.identity import Chain, Namespace, block_chain, difference
+from walkback.restore.images import ImageSpan
 from walkback.restore.layout import ArraysLeaf, KVLeaf, Layout, PerToken, Slot
 
 LAYOUT = Layout(
@@ -293,3 +294,19 @@ def test_the_full_blocks_between_two_positions_are_those_that_end_there() -> Non
         (8, 12): [12],
         (7, 19): [8, 12, 16],
     }
+
+
+def test_a_chain_in_another_namespace_is_the_one_that_is_made_there() -> None:
+    image = ImageSpan(start=10, end=20, digest=b"i" * 32)
+
+    def made(namespace: bytes) -> Chain:
+        return Chain(
+            range(100), namespace=namespace, secret=SECRET, block_tokens=16, images=[image]
+        )
+
+    moved, expected = made(b"a" * 32).under(b"b" * 32), made(b"b" * 32)
+
+    assert moved.links == expected.links
+    assert moved.ending_at(99) == expected.ending_at(99)
+    assert moved.longer([7] * 40).links == expected.longer([7] * 40).links
+    assert moved.images == expected.images

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from walkback.journal.errors import SettingsError
+from walkback.restore.images import ImageSpan
 from walkback.restore.plan import (
     GRID_TOKENS,
     Grid,
@@ -197,6 +198,18 @@ def test_of_stops_that_are_close_the_earlier_wins() -> None:
     assert Plan(grid, 5000, [63, 64, 127, 128]).stops == (64, 128, 2048, 4096)
 
 
+def test_a_turning_point_is_a_stop_however_close_the_one_before_it() -> None:
+    grid = Grid(block_tokens=256, checkpoint_tokens=2048)
+    ends = [2030, 2100, 2112, 4000, 4090]
+
+    turning = Plan(grid, 5000, ends, turning_point=2048)
+
+    assert Plan(grid, 5000, ends).stops == (2030, 2100, 4000, 4090)
+    assert turning.stops == (2030, 2048, 2112, 4000, 4090)
+    assert turning.digest_of(2030) == Plan(grid, 5000, ends).digest_of(2030)
+    assert Plan(grid, 2048, ends, turning_point=2048).stops == (2030,)
+
+
 def test_a_stride_smaller_than_the_distance_of_stops_keeps_all_its_stops() -> None:
     assert Plan(Grid(block_tokens=16, checkpoint_tokens=32), 100).stops == (32, 64, 96)
 
@@ -261,3 +274,11 @@ def test_decoded_tokens_are_of_no_prompts_plan() -> None:
 def test_turn_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingsError):
         Grid(**wrong)
+
+
+def test_a_turning_point_inside_an_image_is_no_stop() -> None:
+    image = ImageSpan(start=2000, end=2100, digest=bytes(32))
+
+    plan = Plan(Grid(), 5000, [2150], images=[image], turning_point=2048)
+
+    assert plan.stops == (2150, 4096)
