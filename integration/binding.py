@@ -1,5 +1,6 @@
 """A model bound to a cache: restoring its prompts."""
 
+import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -11,16 +12,16 @@ import mlx.core as mx
 
 from ..journal.errors import CacheClosedError
 from ..journal.words import Kind
-from ..restore.candidates import Match, match
+from ..restore.choosing import endpoint_of
 from ..restore.identity import BlockLink, Namespace
 from ..restore.images import ImageSpan
 from ..restore.layout import Layout
-from ..restore.plan import Grid
-from ..store.lookup import Located, View
+from ..restore.plan import Grid, Plan
 from ..store.store import MutableStore
 from .depths import MutableDepths
+from .forms import Binding, KVQuantisation, lookup_of
 from .recording import MutableRecording
-from .restoration import Binding, PendingRestore, Restoration, chain_of
+from .restoration import PendingRestore, Restoration, chain_of
 
 # Room behind a restored prefix, so that decoding some hundred tokens copies no buffer.
 DECODE_HEADROOM_TOKENS = 512
@@ -43,15 +44,19 @@ class BoundModel:
         grid: Grid,
         namespace: Namespace | None,
         unsupported: str,
+        quantisation: KVQuantisation | None,
+        quantised: Namespace | None,
         requests: "itertools.count[int]",
         readers: Callable[[], Executor],
         depths: MutableDepths,
     ) -> None:
+        """``quantised`` is the namespace from ``quantisation.start`` on, None if nothing is."""
         self.model = model
         self.make_cache = make_cache
         self.grid = grid
         self.layout: Layout | None = None if namespace is None else namespace.layout
         self.unsupported = unsupported
+        self.quantisation = quantisation
         self.namespace = bytes(32) if namespace is None else namespace.digest()
         self._requests = requests
         self._readers = readers
@@ -66,6 +71,21 @@ class BoundModel:
             producer=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, {mx.default_device()}",
             depths=depths,
         )
+        if quantisation is not None and quantised is not None:
+            later = dataclasses.replace(
+                self._binding,
+                make_cache=lambda: quantisation.of_fresh(make_cache),
+                layout=quantised.layout,
+                namespace=quantised.digest(),
+                fields=quantised.fields(secret=store.secret),
+                start=quantisation.start,
+            )
+            self._binding = dataclasses.replace(self._binding, later=later)
+
+    @property
+    def turning_point(self) -> int | None:
+        """Where the cache takes another form, which one cut to fewer tokens must not have."""
+        return self._binding.turning_point
 
     def restore(
         self,
@@ -134,19 +154,17 @@ class BoundModel:
         Opens no file, keeps nothing from eviction and counts nothing; a restore may yet find less.
         Any thread may call it, and it does not wait for the disk. 0 once the cache is closed.
         """
-        layout = self.layout
+        layout, binding = self.layout, self._binding
         if layout is None:
             return 0
-        chain = chain_of(self._binding, token_ids_of(prompt), images)
-
-        def choose(view: View) -> tuple[Match, Sequence[Located]]:
-            return match(view, chain, needs_sidecar=layout.has_point_state), ()
-
+        chain = chain_of(binding, token_ids_of(prompt), images)
+        plan = Plan(binding.grid, chain.token_count)
+        lookup = lookup_of(binding, layout, chain, plan, request=0, beyond=0)
         try:
-            found, _ = self._binding.store.choose(choose)
+            found, _ = binding.store.choose(lambda view: (endpoint_of(view, lookup), ()))
         except CacheClosedError:
             return 0
-        return 0 if found.candidate is None else found.candidate.endpoint
+        return found
 
     def report_bad(
         self,
@@ -167,13 +185,18 @@ class BoundModel:
             CacheClosedError, NotRecordedError: nothing was dropped.
         """
         chain = chain_of(self._binding, token_ids_of(prompt), images)
+        form, later = self._binding.at(endpoint), self._binding.later
+        chains = [chain if form is self._binding else chain.under(form.namespace)]
+        if later is not None and form is not later:
+            # What was computed from it and then took the later form stands there.
+            chains.append(chain.under(later.namespace))
         # What was computed behind a tail hangs below the full block above it, or, in the first
         # block, is the full block itself.
         full = endpoint // chain.block_tokens * chain.block_tokens
-        tip = chain.ending_at(endpoint)
-        bad = [chain.ending_at(full)] if full else [tip, *chain.links[:1]]
-        for link in bad:
-            self._binding.store.operator.report_bad(Kind.BLOCK, link.key, detail)
+        for each in chains:
+            tip = each.ending_at(endpoint)
+            for link in [each.ending_at(full)] if full else [tip, *each.links[:1]]:
+                self._binding.store.operator.report_bad(Kind.BLOCK, link.key, detail)
 
     def chain(
         self, token_ids: Sequence[int], images: Iterable[ImageSpan] = ()

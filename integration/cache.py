@@ -7,6 +7,7 @@ for response in bound.stream_generate(tokenizer, prompt, max_tokens=256):
 cache.close()
 """
 
+import dataclasses
 import itertools
 import logging
 import threading
@@ -36,6 +37,7 @@ from .fingerprint import (
     fingerprint_structure,
     fingerprint_weights,
 )
+from .forms import KV_GROUP_SIZE, QUANTIZED_KV_START, KVQuantisation
 from .probe import learn_layout
 
 log = logging.getLogger("walkback")
@@ -64,6 +66,9 @@ class Cache:
         adapter: str | Path | None = None,
         make_cache: Callable[[], list[Any]] | None = None,
         shard: tuple[int, int] = (0, 1),
+        kv_bits: int | None = None,
+        kv_group_size: int = KV_GROUP_SIZE,
+        quantized_kv_start: int = QUANTIZED_KV_START,
     ) -> BoundModel:
         """Bind a model: learn its layout by a probe forward and fingerprint its weights.
 
@@ -72,11 +77,21 @@ class Cache:
         is the directory of the adapter that was loaded into the model. ``shard`` is this process's
         part of how many, for a model that is spread over machines: parts of one never meet.
 
+        With ``kv_bits`` mlx-lm quantises KV, here from the first stop of the grid on that is not
+        before ``quantized_kv_start``. Boundaries before it are those of the model without
+        ``kv_bits``; later ones serve nobody who quantises otherwise. SettingsError when the KV
+        cannot be quantised so.
+
         A model whose cache has leaves that walkback does not store is bound all the same: it
         restores nothing, and each stop is a NotStored(unsupported_layout).
         """
         self.store.require_open()
         make = make_cache or (lambda: make_prompt_cache(model))
+        quantisation = None
+        if kv_bits is not None:
+            quantisation = KVQuantisation.on(
+                self.grid, bits=kv_bits, group_size=kv_group_size, start=quantized_kv_start
+            )
         try:
             layout = learn_layout(model, make)
         except UnsupportedLayoutError as error:
@@ -88,6 +103,8 @@ class Cache:
                 grid=self.grid,
                 namespace=None,
                 unsupported=str(error),
+                quantisation=quantisation,
+                quantised=None,
                 requests=self._requests,
                 readers=self._make_readers,
                 depths=self._depths,
@@ -110,12 +127,12 @@ class Cache:
             )
         stride_bytes = layout.block_nbytes(0, self.grid.checkpoint_tokens) + layout.point_nbytes()
         self.store.operator.raise_staging_limit(staging_bytes_for(stride_bytes))
-        try:
-            self.store.operator.see_namespace(
-                namespace.digest(), namespace.fields(secret=self.store.secret)
-            )
-        except WalkbackError as error:
-            log.warning("a miss may not be able to say which field differs: %s", error)
+        quantised = None
+        if quantisation is not None:
+            quantised = _quantised(model, make, namespace, quantisation)
+        for each in (namespace, quantised):
+            if each is not None:
+                self._see(each)
         return BoundModel(
             model=model,
             make_cache=make,
@@ -123,6 +140,8 @@ class Cache:
             grid=self.grid,
             namespace=namespace,
             unsupported="",
+            quantisation=quantisation,
+            quantised=quantised,
             requests=self._requests,
             readers=self._make_readers,
             depths=self._depths,
@@ -163,6 +182,14 @@ class Cache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _see(self, namespace: Namespace) -> None:
+        try:
+            self.store.operator.see_namespace(
+                namespace.digest(), namespace.fields(secret=self.store.secret)
+            )
+        except WalkbackError as error:
+            log.warning("a miss may not be able to say which field differs: %s", error)
+
     def _make_readers(self) -> ThreadPoolExecutor:
         with self._readers_lock:
             if self._readers is None:
@@ -196,6 +223,25 @@ class Cache:
             save_memo(self.store.files, memo)
         except OSError as error:
             log.warning("fingerprints are not remembered: %s", error)
+
+
+def _quantised(
+    model: Any,
+    make_cache: Callable[[], list[Any]],
+    namespace: Namespace,
+    quantisation: KVQuantisation,
+) -> Namespace | None:
+    """The namespace from where KV is quantised on; None if nothing of this cache ever is.
+
+    mlx-lm leaves some kinds of caches as they are, those in a CacheList among them.
+    """
+    try:
+        layout = learn_layout(model, lambda: quantisation.of_fresh(make_cache))
+    except ValueError as error:
+        raise SettingsError(f"KV of {quantisation} cannot be: {error}") from error
+    if namespace.layout.difference(layout) is None:
+        return None
+    return dataclasses.replace(namespace, layout=layout, kv_quantisation=str(quantisation))
 
 
 def open_cache(

@@ -16,12 +16,12 @@ from mlx_lm.generate import stream_generate as mlx_stream_generate
 from ..journal.errors import SettingsError
 from ..restore.images import ImageSpan
 from .binding import DECODE_HEADROOM_TOKENS, BoundModel, token_ids_of
+from .forms import KV_GROUP_SIZE, QUANTIZED_KV_START, KVQuantisation
 from .restoration import Restoration
 
 # Options under which mlx-lm's cache is not the one that was bound, or is not fed token by token.
 _REFUSED_OPTIONS = {
     "prompt_cache": "the cache is walkback's to make",
-    "kv_bits": "quantised KV is not stored yet",
     "max_kv_size": "rotating KV is not stored yet",
     "input_embeddings": "only with images=, which say what they are computed from",
     "draft_model": "a draft model rewinds, which a recurrent state cannot",
@@ -129,11 +129,15 @@ def prepare_generation(
     stride = bound.grid.checkpoint_tokens
     cache = restoration.cache
     position = restoration.endpoint
-    stops = list(restoration.stops)
+    quantisation, turning_point = bound.quantisation, bound.turning_point
+    pauses = list(restoration.stops)
+    if turning_point is not None and position < turning_point < len(token_ids):
+        # Whoever records nothing must pause there all the same.
+        pauses = sorted({*pauses, turning_point})
     embeddings: mx.array | None = options.get("input_embeddings")
-    # mlx-lm has one chunk size, so the way to the last stop that is no multiple of it is ours.
-    while any((each - position) % stride for each in stops):
-        end = stops.pop(0)
+    # mlx-lm has one chunk size, so the way to the last pause that is no multiple of it is ours.
+    while any((each - position) % stride for each in pauses):
+        end = pauses.pop(0)
         with mx.stream(options.get("stream", generation_stream)):
             for start in range(position, end, stride):
                 chunk = token_ids[start : min(start + stride, end)]
@@ -142,15 +146,18 @@ def prepare_generation(
                     fed["input_embeddings"] = embeddings[: len(chunk)][None]
                     embeddings = embeddings[len(chunk) :]
                 bound.model(mx.array([chunk]), cache=cache, **fed)
+                if quantisation is not None:
+                    quantisation.apply(cache)
                 mx.eval([leaf.state for leaf in cache])
-            stop(end, cache)
+            if end in restoration.stops:
+                stop(end, cache)
         position = end
     start = position
     user_progress = options.get("prompt_progress_callback")
 
     def progress(done: int, total: int) -> None:
         # At the end mlx-lm has already queued the next token: the cache stands one further.
-        if 0 < done < total and start + done in stops:
+        if 0 < done < total and start + done in restoration.stops:
             stop(start + done, cache)
         if user_progress is not None:
             user_progress(start + done, start + total)
@@ -163,6 +170,8 @@ def prepare_generation(
     )
     if embeddings is not None:
         prepared["input_embeddings"] = embeddings
+    if quantisation is not None:
+        prepared.update(quantisation.options())
     if options.get("logits_processors"):
         prefix = mx.array(token_ids[:start])
         prepared["logits_processors"] = [
@@ -198,9 +207,25 @@ def _require_options(
     for name, reason in _REFUSED_OPTIONS.items():
         if options.get(name) is not None and options[name] is not embeddings:
             raise SettingsError(f"{name} cannot be used with walkback: {reason}")
+    if options.get("kv_bits") is not None:
+        _require_quantisation(bound, options)
     step = options.get("prefill_step_size")
     if step is not None and step != bound.grid.checkpoint_tokens:
         raise SettingsError(
             f"prefill_step_size is {step}, and checkpoint_tokens {bound.grid.checkpoint_tokens}: "
             "prefill stops at checkpoints, so leave it out or open the cache with that stride"
+        )
+
+
+def _require_quantisation(bound: BoundModel, options: dict[str, Any]) -> None:
+    asked = KVQuantisation.on(
+        bound.grid,
+        bits=options["kv_bits"],
+        group_size=options.get("kv_group_size", KV_GROUP_SIZE),
+        start=options.get("quantized_kv_start", QUANTIZED_KV_START),
+    )
+    if asked != bound.quantisation:
+        raise SettingsError(
+            f"KV of {asked} is asked for, and the model is bound to {bound.quantisation}: "
+            "bind it with kv_bits, kv_group_size and quantized_kv_start"
         )

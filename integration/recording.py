@@ -1,5 +1,6 @@
 """Recording the stops of one request while it prefills, and where its answer ends."""
 
+import dataclasses
 import logging
 import time
 import weakref
@@ -29,6 +30,15 @@ _REASONS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaterForm:
+    """What the cache is from ``start`` on: its boundaries stand in a namespace of their own."""
+
+    start: int
+    namespace: bytes
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
     """What one recording needs to know of its model, its prompt and where it resumed."""
 
@@ -48,6 +58,7 @@ class Recorded:
     restored_from: int | None
     # Block keys that are held in the store for this recording, which lets go of them.
     held: tuple[bytes, ...]
+    later: LaterForm | None = None
 
 
 class MutableRecording:
@@ -88,6 +99,9 @@ class MutableRecording:
         ``position`` is beyond the last one, not beyond the token ids that are known, and not inside
         an image. Off the grid of blocks a tail is stored under it.
         """
+        later = self._recorded.later
+        if later is not None and position >= later.start:
+            self._take_on(later)
         refusal = self._refusal_of(position)
         if refusal is None:
             refusal = self._store(position, cache)
@@ -124,6 +138,15 @@ class MutableRecording:
     def waiting_count(self) -> int:
         """Boundaries that were neither durable nor refused when that was last looked at."""
         return len(self._claims)
+
+    def _take_on(self, later: LaterForm) -> None:
+        """Begin anew in the namespace of another form: the next stop stores every block in it."""
+        self._recorded = dataclasses.replace(
+            self._recorded, namespace=later.namespace, layout=later.layout, later=None
+        )
+        self._chain = self._chain.under(later.namespace)
+        self._position = 0
+        self._hold(())
 
     def _refusal_of(self, position: int) -> NotStored | None:
         recorded = self._recorded

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from concurrent.futures import TimeoutError as NotYetError
 from dataclasses import dataclass
@@ -12,15 +12,13 @@ from typing import Any, NamedTuple
 from ..journal.errors import CacheClosedError
 from ..journal.events import Missed
 from ..journal.words import MissReason
-from ..restore.choosing import Lookup, NotResumed, StoredPrefix, stored_prefix
+from ..restore.choosing import NotResumed, StoredPrefix, stored_prefix
 from ..restore.identity import Chain
 from ..restore.images import ImageSpan, is_inside
-from ..restore.layout import Layout
 from ..restore.materialise import MutableAssembly
 from ..restore.plan import Grid, Plan, plan_after, plan_of_unknown_stops, plan_start
 from ..restore.walkback import MutableResumption, Resumed
-from ..store.store import MutableStore
-from .depths import MutableDepths
+from .forms import Binding, lookup_of
 from .recording import MutableRecording, Recorded
 
 log = logging.getLogger("walkback")
@@ -49,22 +47,6 @@ class Restoration:
     header_seconds: float
     bytes_seconds: float
     recording: MutableRecording
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
-    """What a restore needs to know of the model that it is for."""
-
-    make_cache: Callable[[], list[Any]]
-    store: MutableStore
-    grid: Grid
-    # None if the model's cache has leaves that are not stored; ``unsupported`` says which.
-    layout: Layout | None
-    unsupported: str
-    namespace: bytes
-    fields: tuple[tuple[str, str], ...]
-    producer: str
-    depths: MutableDepths
 
 
 class _Made(NamedTuple):
@@ -97,7 +79,12 @@ class PendingRestore:
         self._binding = binding
         self._chain = chain
         self._make_plan = functools.partial(
-            Plan, binding.grid, chain.token_count, tuple(turn_ends), images=chain.images
+            Plan,
+            binding.grid,
+            chain.token_count,
+            tuple(turn_ends),
+            images=chain.images,
+            turning_point=binding.turning_point,
         )
         self._request = request
         self._resumption: MutableResumption[MutableAssembly] | None = None
@@ -110,17 +97,18 @@ class PendingRestore:
         capacity_tokens = chain.token_count + headroom_tokens
         self._resumption = MutableResumption(
             binding.store,
-            Lookup(
+            lookup_of(
+                binding,
+                layout,
+                chain,
+                self._make_plan(),
                 request=request,
-                namespace=binding.namespace,
-                fields=binding.fields,
-                layout=layout,
-                chain=chain,
-                plan=self._make_plan(),
                 beyond=beyond,
             ),
             make_assembly=lambda endpoint: MutableAssembly(
-                layout, endpoint=endpoint, capacity_tokens=capacity_tokens
+                binding.at(endpoint).layout or layout,
+                endpoint=endpoint,
+                capacity_tokens=capacity_tokens,
             ),
         )
         if readers is not None:
@@ -170,6 +158,7 @@ class PendingRestore:
             bytes_seconds=0.0 if resumed is None else resumed.bytes_seconds,
             recording=self._recording(
                 plan,
+                self._binding.at(endpoint),
                 endpoint=endpoint,
                 resumed_at=endpoint,
                 plan_digest=_plan_digest(self._binding.grid, resumed),
@@ -188,7 +177,8 @@ class PendingRestore:
         if is_inside(self._chain.images, endpoint):
             raise ValueError(f"{endpoint} is inside an image")
         plan = self._make_plan()
-        prefix = self._stored(endpoint)
+        form = self._binding.at(endpoint)
+        prefix = self._stored(self._chain_in(form), endpoint)
         return Restoration(
             cache=cache,
             endpoint=endpoint,
@@ -204,6 +194,7 @@ class PendingRestore:
             bytes_seconds=0.0,
             recording=self._recording(
                 plan,
+                form,
                 endpoint=prefix.end,
                 resumed_at=endpoint,
                 plan_digest=prefix.plan_digest or plan_of_unknown_stops(endpoint),
@@ -212,15 +203,16 @@ class PendingRestore:
             ),
         )
 
-    def _stored(self, endpoint: int) -> StoredPrefix:
+    def _chain_in(self, form: Binding) -> Chain:
+        return self._chain if form is self._binding else self._chain.under(form.namespace)
+
+    def _stored(self, chain: Chain, endpoint: int) -> StoredPrefix:
         if not endpoint:
             return _NOTHING_STORED
         layout = self._binding.layout
         needs_sidecar = layout is not None and layout.has_point_state
         try:
-            return stored_prefix(
-                self._binding.store, self._chain, endpoint, needs_sidecar=needs_sidecar
-            )
+            return stored_prefix(self._binding.store, chain, endpoint, needs_sidecar=needs_sidecar)
         except CacheClosedError:
             return _NOTHING_STORED
 
@@ -241,9 +233,10 @@ class PendingRestore:
 
     def _make(self, assembly: MutableAssembly) -> _Made:
         assembly.hand_over()
-        cache = assembly.finish(self._binding.make_cache)
+        form = self._binding.at(assembly.endpoint)
+        cache = assembly.finish(form.make_cache)
         # While the lease still stands: what the recording continues must not go in between.
-        held = (self._chain.ending_at(assembly.endpoint).key,)
+        held = (self._chain_in(form).ending_at(assembly.endpoint).key,)
         self._binding.store.hold(held)
         self._held = held
         return _Made(cache, held)
@@ -251,6 +244,7 @@ class PendingRestore:
     def _recording(
         self,
         plan: Plan,
+        form: Binding,
         *,
         endpoint: int,
         resumed_at: int,
@@ -258,22 +252,22 @@ class PendingRestore:
         restored_from: int | None,
         held: tuple[bytes, ...],
     ) -> MutableRecording:
-        binding = self._binding
         return MutableRecording(
             Recorded(
-                store=binding.store,
-                namespace=binding.namespace,
-                layout=binding.layout,
-                unsupported=binding.unsupported,
+                store=form.store,
+                namespace=form.namespace,
+                layout=form.layout,
+                unsupported=form.unsupported,
                 plan=plan,
-                producer=binding.producer,
+                producer=form.producer,
                 request=self._request,
-                chain=self._chain,
+                chain=self._chain_in(form),
                 endpoint=endpoint,
                 resumed_at=resumed_at,
                 plan_digest=plan_digest,
                 restored_from=restored_from,
                 held=held,
+                later=form.later_form(),
             )
         )
 

@@ -1,7 +1,7 @@
 """An assembly turns segments filled by anybody into cache objects, or into nothing at all."""
 
-# mlx's stubs leave the arguments of eval untyped.
-# pyright: reportUnknownMemberType=false
+# mlx's stubs leave the arguments of eval untyped, and mlx-lm has no types of its own.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import threading
 from collections.abc import Callable

@@ -14,7 +14,7 @@ import logging
 import threading
 from typing import Any
 
-from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache
+from mlx_lm.models.cache import LRUPromptCache, PromptTrie, can_trim_prompt_cache
 
 from ..restoration import Restoration
 from .figures import MemoryTier
@@ -31,6 +31,27 @@ log = logging.getLogger("walkback")
 _NO_TOKEN_ID = 1 << 62
 
 
+class _Trie(PromptTrie):
+    """Finds no sequence that would be cut to where its cache has another form.
+
+    KV that is quantised from some position on is not what a run from the start has before it.
+    """
+
+    def __init__(self, session: MutableSession) -> None:
+        super().__init__()
+        self._session = session
+
+    def search(self, model: Any, tokens: list[int]) -> Any:
+        result = super().search(model, tokens)
+        bound_to = self._session.bound_for(model)
+        turning_point = None if bound_to is None else bound_to.bound.turning_point
+        if turning_point is not None and result.longer is not None:
+            cut = min(len(tokens) - 1, result.common_prefix)
+            if cut < turning_point <= len(result.longer):
+                return dataclasses.replace(result, longer=None)
+        return result
+
+
 class TieredPromptCache(LRUPromptCache):
     """The duck type that mlx-lm's server uses, over both tiers.
 
@@ -40,6 +61,7 @@ class TieredPromptCache(LRUPromptCache):
     def __init__(self, session: MutableSession, max_size: int = 10) -> None:
         super().__init__(max_size)
         self._session = session
+        self._trie = _Trie(session)
         # RAM's trie changes on the generation thread while others ask how deep it reaches.
         self._lock = threading.RLock()
         self._hits = 0
