@@ -131,11 +131,7 @@ class PreparingResponseGenerator(ResponseGenerator):
         )
         try:
             beyond = self._tiers.depth(bound_to.model_key, key)
-            pending = None
-            if getattr(self.cli_args, "kv_bits", None) is None:
-                pending = bound.start_restore(
-                    token_ids, turn_ends=ends, images=spans, beyond=beyond
-                )
+            pending = bound.start_restore(token_ids, turn_ends=ends, images=spans, beyond=beyond)
         except BaseException:
             if prefill is not None:
                 prefill.end()
@@ -165,7 +161,7 @@ class PreparingResponseGenerator(ResponseGenerator):
         wait_seconds_max: float,
     ) -> Prefill | None:
         """Let others wait for this prompt, after it has waited for them; None if none may."""
-        if getattr(self.cli_args, "kv_bits", None) is not None or not self._session.stores:
+        if not self._session.stores:
             return None
         return self._session.prefills.enter(
             bound_to.model_key,

@@ -1,4 +1,5 @@
-"""mlx-lm's sequential generation, resumed and recorded: a seed or images, one request at a time.
+"""mlx-lm's sequential generation, resumed and recorded: one request at a time, those with a seed or
+images and, with ``--kv-bits``, all.
 
 Upstream looks for such a prompt in memory and keeps what comes of it, but a state that cannot be
 cut has no prefix there: so it never reuses anything for a hybrid.
@@ -17,9 +18,6 @@ from ..generation import prepare_generation
 from ..restoration import Restoration
 from .session import MutableSession, Prepared
 
-# What makes of a cache something else than was bound.
-_OPTIONS_OF_OTHERS = ("draft_model", "kv_bits")
-
 _mlx_stream_generate = cast(Any, mlx_stream_generate)
 
 
@@ -33,15 +31,17 @@ def stream_generate(
     prepared = session.take()
     restoration = None if prepared is None else prepared.restoration
     recording = None if prepared is None else prepared.recording
-    others = [name for name in _OPTIONS_OF_OTHERS if options.get(name) is not None]
     bound_to = session.bound_to
     if (
         not (prepared and restoration and recording and bound_to)
-        or others
+        or options.get("draft_model") is not None
         or not _fits(prepared, restoration, options.get("input_embeddings"))
     ):
         if prepared is not None:
             prepared.cancel()
+        if bound_to is not None and bound_to.bound.quantisation is not None:
+            # What it leaves in memory serves others, who count on where KV is quantised.
+            options.update(bound_to.bound.quantisation.options())
         yield from _mlx_stream_generate(prompt=prompt, prompt_cache=prompt_cache, **options)
         return
     # A prompt that resumes from nothing has a cache that the server made.

@@ -147,7 +147,12 @@ class MutableSession:
             return
         model_path, adapter_path, _ = provider.model_key
         try:
-            bound = cache.bind(provider.model, local_directory(model_path), adapter=adapter_path)
+            bound = cache.bind(
+                provider.model,
+                local_directory(model_path),
+                adapter=adapter_path,
+                **_quantisation_of(getattr(provider, "cli_args", None)),
+            )
             layout = bound.layout
             has_state = layout is not None and layout.has_point_state
             is_safe = not (has_state and self._padding_reaches_state(provider.model))
@@ -286,6 +291,12 @@ class MutableSession:
             self.cache.store.refuse(NotStored(reason, detail), request=0, key=b"", position=0)
         except Exception:
             log.exception("the journal was not told so")
+
+
+def _quantisation_of(cli_args: Any) -> dict[str, Any]:
+    """mlx-lm's flags of quantised KV, where its server has them."""
+    names = ("kv_bits", "kv_group_size", "quantized_kv_start")
+    return {name: getattr(cli_args, name) for name in names if hasattr(cli_args, name)}
 
 
 def local_directory(model: str) -> Path:
