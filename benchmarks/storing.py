@@ -133,7 +133,7 @@ def measure_capture(
                 resumed_at=0,
                 plan_digest=plan_start(GRID),
                 restored_from=None,
-                held=(),
+                held=None,
             )
         )
         _settled(store)

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from ..restore.images import is_inside
 from ..restore.layout import Layout
 from ..restore.plan import Plan, plan_after, plan_after_decoding
 from ..store.boundary import Boundary, Claim, NotStored, Part
+from ..store.lookup import Lease
 from ..store.store import MutableStore
 from ..store.tensors import Tensor
 from .capture import Captured, CaptureRefusedError, capture
@@ -56,8 +56,8 @@ class Recorded:
     resumed_at: int
     plan_digest: bytes
     restored_from: int | None
-    # Block keys that are held in the store for this recording, which lets go of them.
-    held: tuple[bytes, ...]
+    # What keeps the block that this recording goes on from; it is the recording's to release.
+    held: Lease | None
     later: LaterForm | None = None
 
 
@@ -78,9 +78,9 @@ class MutableRecording:
         passes = recorded.plan.passes(resumed_at)
         self._passed = recorded.chain.ending_at(resumed_at).key if passes else None
         self._last_time = time.monotonic()
-        # A recording that nobody finishes lets go all the same once it is garbage.
-        self._holding: list[tuple[bytes, ...]] = [recorded.held]
-        weakref.finalize(self, _let_go, recorded.store, self._holding)
+        self._held = recorded.held
+        # What was claimed and neither put nor given back yet.
+        self._claimed: Claim | None = None
         self._claims: list[Claim] = []
         self._is_over = False
         self.refusals: list[NotStored] = []
@@ -119,6 +119,7 @@ class MutableRecording:
     def finish(self) -> None:
         """End the recording. What was captured goes on being stored. Twice is harmless."""
         self._is_over = True
+        self._give_back(NotStored(NotStoredReason.ABORTED, "the recording is over"))
         self._hold(())
 
     def abort(self) -> None:
@@ -201,6 +202,7 @@ class MutableRecording:
             self.known_count += 1
             self._hold_tip()
             return None
+        self._claimed = claim
         try:
             store.reserve(claim)
             captured = _capture(cache, layout, position, claim)
@@ -214,16 +216,22 @@ class MutableRecording:
             log.exception("a capture failed; its boundary is not stored")
             refusal = NotStored(NotStoredReason.FAILED, f"{type(error).__name__}: {error}")
         except BaseException:
-            refusal = NotStored(NotStoredReason.ABORTED, "the capture was interrupted")
-            store.cancel(claim, refusal)
+            self._give_back(NotStored(NotStoredReason.ABORTED, "the capture was interrupted"))
             raise
         else:
+            self._claimed = None
             self._drop_settled()
             self._claims.append(claim)
             self._hold_tip()
             return None
-        store.cancel(claim, refusal)
+        self._give_back(refusal)
         return refusal
+
+    def _give_back(self, refusal: NotStored) -> None:
+        """Cancel what is claimed. If that fails it is done again when the recording ends."""
+        if self._claimed is not None:
+            self._recorded.store.cancel(self._claimed, refusal)
+            self._claimed = None
 
     def _tail(self, position: int) -> list[BlockLink]:
         return [self._chain.ending_at(position)] if position % self._chain.block_tokens else []
@@ -280,15 +288,11 @@ class MutableRecording:
         full = self._position // self._chain.block_tokens * self._chain.block_tokens
         self._hold((self._chain.ending_at(full).key,) if full else ())
 
-    def _hold(self, held: tuple[bytes, ...]) -> None:
-        self._recorded.store.hold(held)
-        self._recorded.store.let_go(self._holding[0])
-        self._holding[0] = held
-
-
-def _let_go(store: MutableStore, holding: list[tuple[bytes, ...]]) -> None:
-    store.let_go(holding[0])
-    holding[0] = ()
+    def _hold(self, keys: tuple[bytes, ...]) -> None:
+        store = self._recorded.store
+        before, self._held = self._held, store.hold(keys) if keys else None
+        if before is not None:
+            store.release(before)
 
 
 def _capture(cache: Sequence[Any], layout: Layout, position: int, claim: Claim) -> Captured:

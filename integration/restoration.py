@@ -18,6 +18,7 @@ from ..restore.images import ImageSpan, is_inside
 from ..restore.materialise import MutableAssembly
 from ..restore.plan import Grid, Plan, plan_after, plan_of_unknown_stops, plan_start
 from ..restore.walkback import MutableResumption, Resumed
+from ..store.lookup import Lease
 from .forms import Binding, lookup_of
 from .recording import MutableRecording, Recorded
 
@@ -50,10 +51,10 @@ class Restoration:
 
 
 class _Made(NamedTuple):
-    """A restored cache, and the block keys that are held for its recording."""
+    """A restored cache, and what keeps the block that its recording goes on from."""
 
     cache: list[Any]
-    held: tuple[bytes, ...]
+    held: Lease
 
 
 class PendingRestore:
@@ -89,8 +90,8 @@ class PendingRestore:
         self._request = request
         self._resumption: MutableResumption[MutableAssembly] | None = None
         self._reading: Future[None] | None = None
-        # What is held for a recording that is not made yet.
-        self._held: tuple[bytes, ...] = ()
+        # What is held for a recording that is not made yet. Only ``finish`` and ``adopt`` touch it.
+        self._held: Lease | None = None
         layout = binding.layout
         if layout is None:
             return
@@ -136,7 +137,13 @@ class PendingRestore:
 
     def finish(self) -> Restoration:
         """Cache objects at the endpoint, or fresh ones and the reason; waits for its readers."""
-        outcome = self._outcome()
+        try:
+            return self._restoration_of(self._outcome())
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _restoration_of(self, outcome: Resumed[_Made] | NotResumed) -> Restoration:
         resumed = outcome if isinstance(outcome, Resumed) else None
         endpoint = 0 if resumed is None else resumed.endpoint
         if resumed is not None:
@@ -163,7 +170,7 @@ class PendingRestore:
                 resumed_at=endpoint,
                 plan_digest=_plan_digest(self._binding.grid, resumed),
                 restored_from=None if resumed is None else resumed.sequence or None,
-                held=() if resumed is None else resumed.made.held,
+                held=None if resumed is None else resumed.made.held,
             ),
         )
 
@@ -176,9 +183,17 @@ class PendingRestore:
         self.cancel()
         if is_inside(self._chain.images, endpoint):
             raise ValueError(f"{endpoint} is inside an image")
+        try:
+            return self._adopted(cache, endpoint)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _adopted(self, cache: list[Any], endpoint: int) -> Restoration:
         plan = self._make_plan()
         form = self._binding.at(endpoint)
         prefix = self._stored(self._chain_in(form), endpoint)
+        self._held = prefix.held
         return Restoration(
             cache=cache,
             endpoint=endpoint,
@@ -227,8 +242,7 @@ class PendingRestore:
             # The one place that catches broadly: whatever went wrong, the request prefills.
             log.exception("a restore failed; the prompt is prefilled from its start")
             self._resumption.cancel()
-            held, self._held = self._held, ()
-            self._binding.store.let_go(held)
+            self._let_go()
             return self._failed(f"{type(error).__name__}: {error}", MissReason.FAILED)
 
     def _make(self, assembly: MutableAssembly) -> _Made:
@@ -236,10 +250,15 @@ class PendingRestore:
         form = self._binding.at(assembly.endpoint)
         cache = assembly.finish(form.make_cache)
         # While the lease still stands: what the recording continues must not go in between.
-        held = (self._chain_in(form).ending_at(assembly.endpoint).key,)
-        self._binding.store.hold(held)
-        self._held = held
-        return _Made(cache, held)
+        key = self._chain_in(form).ending_at(assembly.endpoint).key
+        self._held = self._binding.store.hold((key,))
+        return _Made(cache, self._held)
+
+    def _let_go(self) -> None:
+        """Of what no recording has got."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._binding.store.release(held)
 
     def _recording(
         self,
@@ -250,9 +269,9 @@ class PendingRestore:
         resumed_at: int,
         plan_digest: bytes,
         restored_from: int | None,
-        held: tuple[bytes, ...],
+        held: Lease | None,
     ) -> MutableRecording:
-        return MutableRecording(
+        recording = MutableRecording(
             Recorded(
                 store=form.store,
                 namespace=form.namespace,
@@ -270,6 +289,8 @@ class PendingRestore:
                 later=form.later_form(),
             )
         )
+        self._held = None
+        return recording
 
     def _failed(self, detail: str, reason: MissReason) -> NotResumed:
         """A miss that no entry is to blame for; the journal is told as of any other."""
@@ -288,7 +309,7 @@ class PendingRestore:
         return NotResumed(reason=reason, detail=detail)
 
 
-_NOTHING_STORED = StoredPrefix(end=0, plan_digest=None, sequence=None, held=())
+_NOTHING_STORED = StoredPrefix(end=0, plan_digest=None, sequence=None, held=None)
 
 
 def chain_of(binding: Binding, token_ids: Sequence[int], images: Iterable[ImageSpan] = ()) -> Chain:

@@ -1,11 +1,11 @@
 """What a lookup chooses under the store's lock, and what it knows of a prefix that is not read."""
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..journal.words import MissReason
-from ..store.lookup import Located, View
+from ..store.lookup import Lease, Located, View
 from ..store.store import MutableStore
 from .candidates import Candidate, Match, match, matched_blocks
 from .identity import Chain, difference
@@ -135,12 +135,14 @@ def _why(view: View, lookup: Lookup, found: Match) -> NotResumed:
 class StoredPrefix:
     """What is stored of a prefix that nobody has to read: the end of its full blocks and, if its
     last boundary is there too, of what plan that is and its Committed's sequence.
+
+    ``held`` keeps its last block.
     """
 
     end: int
     plan_digest: bytes | None
     sequence: int | None
-    held: tuple[bytes, ...]
+    held: Lease | None
 
 
 def stored_prefix(
@@ -162,14 +164,14 @@ def stored_prefix(
             end=blocks[-1].end if blocks else 0,
             plan_digest=None if tip is None else tip.plan_digest,
             sequence=None if tip is None else tip.sequence or None,
-            held=tuple(block.key for block in blocks[-1:]),
+            held=None,
         )
         found = match(view, chain, needs_sidecar=needs_sidecar)
         return (prefix, found.candidate), blocks[-1:]
 
     (prefix, candidate), lease = store.choose(choose)
-    store.hold(prefix.held)
-    store.release(lease)
     if candidate is not None:
         store.touch(candidate.blocks[-1].key)
-    return prefix
+    held = store.hold(lease.kept.keys)
+    store.release(lease)
+    return replace(prefix, held=held)

@@ -19,6 +19,7 @@ from ..journal.errors import (
 from ..journal.events import Event, SegmentDropped
 from .boundary import Claim
 from .core import Mode, MutableCore
+from .lookup import end_dropped_leases
 from .ordering import apply_records, commit_batch, measure_journal, settled
 from .outcomes import refuse_waiting, remove_unnamed, settle_claim
 from .room import evict_ahead
@@ -148,6 +149,7 @@ class MutableCommitter:
 
     def _has_work(self) -> bool:
         core, overlay = self._core, self._core.overlay
+        end_dropped_leases(core)
         if self._changes or core.to_commit or self._flush_asked > self._flushed:
             return True
         if core.mode is not Mode.WRITING:

@@ -1,13 +1,15 @@
 """What a restore sees: live entries and payloads on their way, and how it keeps them from going."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ..journal.entries import Entry
 from ..journal.words import FileName, Kind
-from .boundary import Claim, Writing
+from .boundary import Writing
 from .core import MutableCore
+from .overlay import Kept
 from .staging import release_memory
 from .tensors import Tensor
 
@@ -89,14 +91,29 @@ class View:
         return _located_entry(entry)
 
 
-@dataclass(slots=True)
 class Lease:
-    """Keeps what a restore is about to read from being evicted, unlinked or released."""
+    """Keeps what somebody reads or builds on from being evicted, unlinked or released.
 
-    keys: tuple[bytes, ...] = ()
-    files: tuple[FileName, ...] = ()
-    claims: list[Claim] = field(default_factory=list[Claim])
-    is_released: bool = False
+    Whoever has it releases it. One that is lost on the way, by an error for example, ends all the
+    same, a moment after it is garbage.
+    """
+
+    __slots__ = ("_dropped", "kept")
+
+    def __init__(self, kept: Kept, dropped: deque[Kept]) -> None:
+        self.kept = kept
+        self._dropped = dropped
+
+    def __del__(self) -> None:
+        # This may run anywhere, in the middle of what holds the lock too: so it only notes it.
+        if not self.kept.is_over:
+            self._dropped.append(self.kept)
+
+
+def lease_keys(core: MutableCore, keys: tuple[bytes, ...]) -> Lease:
+    """Keep these blocks and their sidecars from being victims. Needs the lock."""
+    core.overlay.hold(keys)
+    return Lease(Kept(keys=keys), core.overlay.dropped)
 
 
 def lease_choice(
@@ -104,31 +121,41 @@ def lease_choice(
 ) -> tuple[Choice, Lease]:
     """Choose what to read and lease it. Needs the lock, so that nothing goes in between."""
     choice, located = choose(View(core))
-    lease = Lease(
+    kept = Kept(
         keys=tuple(each.key for each in located),
         files=tuple(each.file for each in located if each.file is not None),
     )
-    core.overlay.hold(lease.keys)
-    core.overlay.leased.update(lease.files)
+    core.overlay.hold(kept.keys)
+    core.overlay.leased.update(kept.files)
     for each in located:
         if each.tensors is not None:
             claim = core.overlay.in_flight[each.kind, each.key].claim
             claim.readers += 1
-            lease.claims.append(claim)
-    return choice, lease
+            kept.claims.append(claim)
+    return choice, Lease(kept, core.overlay.dropped)
 
 
 def release_lease(core: MutableCore, lease: Lease) -> None:
     """End a lease. Needs the lock. Releasing twice is harmless."""
-    if lease.is_released:
+    _end(core, lease.kept)
+
+
+def end_dropped_leases(core: MutableCore) -> None:
+    """End the leases that became garbage. Needs the lock."""
+    while core.overlay.dropped:
+        _end(core, core.overlay.dropped.popleft())
+
+
+def _end(core: MutableCore, kept: Kept) -> None:
+    if kept.is_over:
         return
-    lease.is_released = True
-    core.overlay.let_go(lease.keys)
-    for file in lease.files:
+    kept.is_over = True
+    core.overlay.let_go(kept.keys)
+    for file in kept.files:
         core.overlay.leased[file] -= 1
         if not core.overlay.leased[file]:
             del core.overlay.leased[file]
-    for claim in lease.claims:
+    for claim in kept.claims:
         claim.readers -= 1
         release_memory(core, claim)
     core.lock.notify_all()

@@ -1,6 +1,6 @@
 """What lives only while the process does: in no event, and in no comparison of states."""
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +20,16 @@ class InFlight(NamedTuple):
 
 
 @dataclass(slots=True)
+class Kept:
+    """What one lease keeps: blocks that are no victims, files that stay, buffers in use."""
+
+    keys: tuple[bytes, ...] = ()
+    files: tuple[FileName, ...] = ()
+    claims: list[Claim] = field(default_factory=list[Claim])
+    is_over: bool = False
+
+
+@dataclass(slots=True)
 class MutableOverlay:
     """Reservations, leases, payloads in flight, chosen victims, pending touches.
 
@@ -34,6 +44,8 @@ class MutableOverlay:
     # Block keys that are no victims, and files that are not unlinked, with how often each is held.
     held: Counter[bytes] = field(default_factory=Counter[bytes])
     leased: Counter[FileName] = field(default_factory=Counter[FileName])
+    # What leases kept that became garbage: appended without the lock, and ended by who has it.
+    dropped: deque[Kept] = field(default_factory=deque[Kept])
     # The blocks that were committed last: room for others is not made at their cost.
     just_admitted: frozenset[bytes] = frozenset()
     # Entries whose file could not be read just now: stored again when their boundary comes by.

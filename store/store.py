@@ -2,7 +2,7 @@
 
 Lifecycle of a boundary: ``claim`` (what is missing, and the right to store it), ``reserve``
 (memory), then ``put`` (the bytes) or ``cancel``. Lifecycle of a lookup: ``choose`` under a lease,
-read, ``release``, then ``note_restored`` or ``note_missed``.
+read, ``release``, then ``note_restored`` or ``note_missed``. A lease that is lost ends by itself.
 """
 
 import os
@@ -25,7 +25,16 @@ from .committer import MutableCommitter
 from .core import Clock, Mode, MutableCore
 from .damage import Damage
 from .deletion import MutableJanitor
-from .lookup import Choice, Lease, Located, View, lease_choice, release_lease
+from .lookup import (
+    Choice,
+    Lease,
+    Located,
+    View,
+    end_dropped_leases,
+    lease_choice,
+    lease_keys,
+    release_lease,
+)
 from .operator import Operator
 from .ordering import stage_claim
 from .outcomes import settle_claim
@@ -188,15 +197,10 @@ class MutableStore:
         with self._core.lock:
             self._core.note_not_stored(refusal, request=request, key=key, position=position)
 
-    def hold(self, keys: tuple[bytes, ...]) -> None:
+    def hold(self, keys: tuple[bytes, ...]) -> Lease:
         """Keep these blocks from being victims while a request builds on them."""
         with self._core.lock:
-            self._core.overlay.hold(keys)
-
-    def let_go(self, keys: tuple[bytes, ...]) -> None:
-        """Undo a ``hold`` of the same keys."""
-        with self._core.lock:
-            self._core.overlay.let_go(keys)
+            return lease_keys(self._core, keys)
 
     # Looking up.
 
@@ -260,6 +264,7 @@ class MutableStore:
     def statistics(self) -> Statistics:
         """What is stored and what happened, at one moment."""
         with self._core.lock:
+            end_dropped_leases(self._core)
             return statistics_of(self._core)
 
     def violations(self) -> Iterator[str]:

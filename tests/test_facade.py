@@ -628,6 +628,29 @@ def test_a_capture_that_fails_in_an_unforeseen_way_does_not_stop_the_request(
     assert not core_of(cache.store).overlay.in_flight
 
 
+def test_what_could_not_be_given_back_is_given_back_when_the_recording_ends(
+    cache: Cache, bound: BoundModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim that nobody settles keeps its blocks from ever being stored, and its memory."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("injected")
+
+    restoration = bound.restore(PROMPT)
+    with monkeypatch.context() as patch:
+        patch.setattr("walkback.integration.recording.capture", fail)
+        patch.setattr(MutableStore, "cancel", fail)
+        with pytest.raises(RuntimeError, match="injected"):
+            restoration.recording.stop(STRIDE, restoration.cache)
+    assert core_of(cache.store).overlay.in_flight
+
+    restoration.recording.finish()
+
+    core = core_of(cache.store)
+    assert not core.overlay.in_flight and not core.overlay.held
+    assert core.staging_bytes == 0
+
+
 def test_a_model_whose_cache_cannot_be_stored_generates_and_says_why_it_stores_nothing(
     caches: Caches,
 ) -> None:
@@ -1174,5 +1197,6 @@ def test_a_recording_that_nobody_finishes_lets_go_when_it_is_garbage(cache: Cach
     assert sum(core_of(cache.store).overlay.held.values()) == 3
     del restorations
     gc.collect()
+    cache.statistics()
 
     assert not core_of(cache.store).overlay.held

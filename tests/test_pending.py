@@ -3,7 +3,9 @@
 # mlx's stubs and mlx-lm's caches leave arguments and elements untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+import contextlib
 import gc
+import logging
 import threading
 from collections.abc import Generator, Iterable
 from pathlib import Path
@@ -241,7 +243,62 @@ def test_a_cancel_at_any_moment_releases_once(
     other.cancel()
 
 
+def test_a_restore_that_nobody_finishes_or_cancels_lets_go_when_it_is_garbage(
+    cache: Cache, bound: BoundModel
+) -> None:
+    pending = bound.start_restore(PROMPT)
+    assert pending.wait(10)
+    assert not is_let_go(cache)
+
+    del pending
+    gc.collect()
+    cache.statistics()
+
+    assert is_let_go(cache)
+
+
 # What goes wrong.
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "walkback.store.store.MutableStore.hold",
+        "walkback.store.store.MutableStore.release",
+        "walkback.store.store.MutableStore.note_restored",
+        "walkback.integration.depths.MutableDepths.note",
+        "walkback.integration.recording.MutableRecording.__init__",
+    ],
+)
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_a_restore_that_fails_after_it_was_read_keeps_nothing(
+    call: str,
+    is_adopted: bool,
+    cache: Cache,
+    bound: BoundModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pending = bound.start_restore(PROMPT, beyond=90 if is_adopted else 0)
+    mine = bound.make_cache()
+    assert pending.wait(10)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(call, fail)
+        if call.endswith("release"):
+            # Then it is the garbage collector that lets go, and a log keeps the frames.
+            patch.setattr(logging.getLogger("walkback"), "disabled", True)
+        with contextlib.suppress(RuntimeError):
+            found = pending.adopt(mine, 90) if is_adopted else pending.finish()
+            found.recording.finish()
+    pending.cancel()
+    del pending
+    gc.collect()
+    cache.statistics()
+
+    assert is_let_go(cache)
 
 
 def test_a_reader_walks_back_by_itself(cache: Cache, bound: BoundModel) -> None:

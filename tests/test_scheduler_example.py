@@ -49,7 +49,7 @@ def opener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Callabl
         return opened[-1]
 
     # What a recording holds is let go of by its scheduler, not by the garbage collector.
-    monkeypatch.setattr("walkback.integration.recording._let_go", nothing)
+    monkeypatch.setattr("walkback.store.lookup.Lease.__del__", nothing)
     threads = threading.active_count()
     yield open_it
     for cache in opened:

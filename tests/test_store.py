@@ -1076,12 +1076,12 @@ def test_a_lease_keeps_a_file_from_being_unlinked(caches: CacheMaker) -> None:
 def test_a_hold_keeps_blocks_from_being_victims(caches: CacheMaker) -> None:
     store = caches.open(SMALL)
     store_one(store, boundary("a", 0))
-    store.hold((key_of("a", 0),))
+    held = store.hold((key_of("a", 0),))
 
     for index in range(14):
         store_one(store, boundary(f"chain {index}", 0))
     is_kept = is_readable(store, "a", 0)
-    store.let_go((key_of("a", 0),))
+    store.release(held)
 
     assert is_kept
 
