@@ -124,15 +124,19 @@ def answer_of(reply: dict[str, Any]) -> Answer:
 
 @contextlib.contextmanager
 def serving(
-    model: Path, *options: str, log_path: Path, is_stock: bool = False
+    model: Path,
+    *options: str,
+    log_path: Path,
+    is_stock: bool = False,
+    program: Sequence[str] = ("-c", OURS, "serve"),
 ) -> Generator[Server]:
     """mlx-lm's own server, or ours; it is killed at the end if it still runs."""
     port = _free_port()
     arguments = ["--model", str(model), "--port", str(port), *options]
-    code, command = (STOCK, arguments) if is_stock else (OURS, ["serve", *arguments])
+    command = ("-c", STOCK) if is_stock else program
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", code, *command],
+            [sys.executable, *command, *arguments],
             stdout=log,
             stderr=log,
             env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"},

@@ -12,9 +12,11 @@ from typing import Any
 
 from mlx_lm.generate import BatchGenerator
 
-from .quiet import QuietRecording
+from .quiet import QuietRecording, quietly
 from .rows import adopted, can_be_adopted, row_of, unpadded
 from .session import MutableSession, Prepared
+
+_FAILED = "a recording failed; nothing more of its request is stored"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,59 +60,75 @@ class RecordingBatchGenerator(BatchGenerator):
         **options: Any,
     ) -> list[int]:
         """As upstream's, cut once more at the stops of the request that is being served."""
-        rows: list[_Row | None] = [None] * len(segments)
-        prepared = self._session.take()
-        row = None if prepared is None or len(segments) != 1 else _row_of(segments[0], prepared)
-        if row is not None:
-            rows, segments = [row], [_cut(segments[0], row)]
-        elif prepared is not None:
-            prepared.cancel()
+        row = None
+        with quietly("a request is not recorded"):
+            row, segments = self._row_for(segments)
         uids: list[int] = super().insert_segments(
             segments, max_tokens, caches, all_tokens, *rest, **options
         )
-        self._rows.update({uid: row for uid, row in zip(uids, rows, strict=True) if row})
+        if row is not None:
+            self._rows[uids[0]] = row
+            return uids
+        with quietly("a request was not given up"):
+            self._session.put(None)
         return uids
 
+    def _row_for(self, segments: list[list[list[int]]]) -> tuple[_Row | None, Any]:
+        """The row of the request that is being served, if it is recorded, and its segments."""
+        prepared = self._session.take()
+        row = None if prepared is None or len(segments) != 1 else _row_of(segments[0], prepared)
+        if row is not None:
+            return row, [_cut(segments[0], row)]
+        if prepared is not None:
+            prepared.cancel()
+        return None, segments
+
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> Any:
-        for uid in uids:
-            self._forget(uid)
+        for row in [self._rows.pop(uid) for uid in uids if uid in self._rows]:
+            row.recording.finish()
         return super().remove(uids, return_prompt_caches)
 
     def close(self) -> None:
         # Upstream calls it from its destructor too, even if its constructor failed.
-        for uid in list(getattr(self, "_rows", ())):
-            self._forget(uid)
-        super().close()
-
-    def _forget(self, uid: int) -> None:
-        row = self._rows.pop(uid, None)
-        if row is not None:
+        for row in getattr(self, "_rows", {}).values():
             row.recording.finish()
+        super().close()
 
     def _make_batch(self, n: int) -> Any:
         """As upstream's; a single restored row keeps its buffers, and with them its headroom.
 
         A row from its start goes without a mask, as restored ones do: kernels are chosen by it.
         """
-        caches = self._unprocessed_sequences[0][3]
-        if n != 1 or not can_be_adopted(caches):
-            batch = super()._make_batch(n)
-            unpadded(batch.prompt_cache)
-            return batch
         sequence = self._unprocessed_sequences[0]
+        row = None
+        if n == 1:
+            with quietly("a restored row is copied into its batch"):
+                row = adopted(sequence[3]) if can_be_adopted(sequence[3]) else None
+        if row is None:
+            batch = super()._make_batch(n)
+            with quietly("a batch keeps a mask that it does not need"):
+                unpadded(batch.prompt_cache)
+            return batch
         self._unprocessed_sequences[0] = (*sequence[:3], [], *sequence[4:])
         batch = super()._make_batch(1)
-        batch.prompt_cache = adopted(caches)
+        batch.prompt_cache = row
         return batch
 
     def _next(self) -> tuple[list[Any], list[Any]]:
         prompted, generated = super()._next()
+        # A row in which something fails is not there any more: what it would store next might not
+        # go on from what is stored.
         for response in prompted:
-            if not response.end_of_prompt and (row := self._rows.get(response.uid)):
-                self._after_prompt(response, row)
+            if not response.end_of_prompt and (row := self._rows.pop(response.uid, None)):
+                with quietly(_FAILED):
+                    self._after_prompt(response, row)
+                    self._rows[response.uid] = row
         for response in generated:
-            if row := self._rows.get(response.uid):
-                self._after_token(response, row)
+            if row := self._rows.pop(response.uid, None):
+                with quietly(_FAILED):
+                    self._after_token(response, row)
+                    if response.finish_reason is None:
+                        self._rows[response.uid] = row
         return prompted, generated
 
     def _after_prompt(self, response: Any, row: _Row) -> None:
@@ -126,7 +144,7 @@ class RecordingBatchGenerator(BatchGenerator):
         if response.finish_reason is not None:
             self._decoded(row, response.all_tokens)
             self._stop(row, len(response.all_tokens), response.prompt_cache, None)
-            self._forget(response.uid)
+            row.recording.finish()
             return
         batch = self._generation_batch
         index = batch.uids.index(response.uid)

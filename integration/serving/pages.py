@@ -14,6 +14,7 @@ from typing import Any
 from ..cache import Cache
 from .figures import Figures, MemoryFigures, UnstoredPrompts, dict_of, figures_of
 from .metrics import text_of
+from .quiet import quietly
 
 log = logging.getLogger("walkback")
 
@@ -72,7 +73,10 @@ class Pages:
 
         @functools.wraps(do_get)
         def answer_first(handler: Any) -> None:
-            if not self.answer(handler):
+            is_answered = False
+            with quietly("a page was left to the server"):
+                is_answered = self.answer(handler)
+            if not is_answered:
                 do_get(handler)
 
         setattr(handler_class, "do_GET", answer_first)  # noqa: B010 the class has no such type

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_lm.server import ModelProvider
 
+from .quiet import quietly
 from .session import MutableSession
 
 
@@ -19,9 +20,11 @@ class BindingModelProvider(ModelProvider):
         super().__init__(cli_args)
 
     def reset(self) -> None:
-        self._session.unbind()
+        with quietly("the model before was not unbound"):
+            self._session.unbind()
         super().reset()
 
     def _load(self, *key: Any, **options: Any) -> None:
         super()._load(*key, **options)
-        self._session.bind(self)
+        with quietly("the model is served uncached"):
+            self._session.bind(self)

@@ -1,13 +1,28 @@
-"""A recording that cannot hurt the request that it records."""
+"""What keeps failures of ours from mlx-lm: a guard, and a recording behind it."""
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, cast
 
 from ..recording import MutableRecording
 from .in_flight import Prefill
 
 log = logging.getLogger("walkback")
+
+
+def quietly(consequence: str) -> contextlib.AbstractContextManager[None, bool]:
+    """An exception in the body ends the body, and is a line in the log that says what follows."""
+    # That it swallows exceptions is what a type checker must know of it.
+    return cast("contextlib.AbstractContextManager[None, bool]", _guard(consequence))
+
+
+@contextlib.contextmanager
+def _guard(consequence: str) -> Generator[None]:
+    try:
+        yield
+    except Exception:
+        log.exception("%s", consequence)
 
 
 class QuietRecording:
@@ -29,7 +44,8 @@ class QuietRecording:
         """Store the boundary at ``position``, where the cache that ``make_cache`` gives stands."""
         self._try(lambda: self._recording.stop(position, make_cache()))
         if self._prefill is not None:
-            self._prefill.reach(position)
+            with quietly("others may wait for what is there"):
+                self._prefill.reach(position)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Tell what was decoded."""
@@ -40,19 +56,20 @@ class QuietRecording:
         if self._is_over:
             return
         self._is_over = True
-        for step in (self._recording.finish, lambda: self.at_end(self._recording)):
-            try:
-                step()
-            except Exception:
-                log.exception("the end of a recording failed")
+        with quietly("a recording was not ended; what it keeps goes with it"):
+            self._recording.finish()
+        with quietly("the end of a recording was not told"):
+            self.at_end(self._recording)
         if self._prefill is not None:
-            self._prefill.end()
+            with quietly("others may wait for what will not come"):
+                self._prefill.end()
 
     def _try(self, step: Callable[[], object]) -> None:
         if self._is_over:
             return
-        try:
+        is_done = False
+        with quietly("a recording failed; nothing more of its request is stored"):
             step()
-        except Exception:
-            log.exception("a recording failed; nothing more of its request is stored")
+            is_done = True
+        if not is_done:
             self.finish()

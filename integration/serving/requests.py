@@ -20,6 +20,7 @@ from mlx_lm.server import ResponseGenerator
 from ...restore.plan import Plan
 from .images import images_of, unshared_key
 from .in_flight import WAIT_SECONDS_MAX, Prefill
+from .quiet import quietly
 from .session import BoundTo, MutableSession, Prepared
 from .tiers import TieredPromptCache
 from .turns import turn_ends
@@ -44,12 +45,16 @@ class PreparingResponseGenerator(ResponseGenerator):
         super().__init__(model_provider, prompt_cache)
 
     def generate(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Any:
-        try:
+        with quietly("a request is prepared on the generation thread: it could not be ahead"):
             self._prepare_ahead(request, generation_args)
-        except Exception:
-            # The generation thread does it again, and tells the client what is wrong.
-            log.debug("a request was not prepared ahead", exc_info=True)
-        return super().generate(request, generation_args, progress_callback)
+        try:
+            return super().generate(request, generation_args, progress_callback)
+        except BaseException:
+            # It has an error for its answer, or nobody lives who would give it one.
+            if (prepared := _taken_from(request)) is not None:
+                with quietly("a request was not given up"):
+                    prepared.cancel()
+            raise
 
     def _prepare_ahead(self, request: Any, args: Any) -> None:
         provider = self.model_provider
@@ -65,21 +70,17 @@ class PreparingResponseGenerator(ResponseGenerator):
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """As upstream's, with the segments of our plan; what was prepared ahead is taken."""
-        self._session.put(None)
-        prepared: Prepared | None = getattr(request, _ATTRIBUTE, None)
-        bound_to = self._session.bound_for(self.model_provider.model_key)
-        if prepared is not None and (bound_to is None or prepared.model_key != bound_to.model_key):
-            # Another model was loaded meanwhile.
-            prepared.cancel()
-            prepared = None
-        if prepared is None and bound_to is not None:
-            try:
-                prepared = self._prepare(bound_to, request, args, wait_seconds_max=0.0)
-            except Exception:
-                log.warning("a request goes uncached: it was not prepared", exc_info=True)
+        prepared = None
+        with quietly("a request goes uncached: it was not prepared"):
+            prepared = self._join(request, args)
         if prepared is None:
-            return self._told_apart(super()._tokenize(tokenizer, request, args))
-        self._session.put(prepared)
+            tokenised = super()._tokenize(tokenizer, request, args)
+            with quietly("memory keeps a request under a key that no other has"):
+                return self._told_apart(tokenised)
+            token_ids, *_, vision = tokenised
+            if vision is not None:
+                vision.cache_key = unshared_key(token_ids, vision)
+            return tokenised
         return (
             prepared.token_ids,
             prepared.segments,
@@ -87,6 +88,27 @@ class PreparingResponseGenerator(ResponseGenerator):
             prepared.initial_state,
             *([prepared.vision] if prepared.knows_images else []),
         )
+
+    def _join(self, request: Any, args: Any) -> Prepared | None:
+        """Leave a request, prepared ahead or now, for the next seam; None if it goes uncached."""
+        prepared = _taken_from(request)
+        try:
+            self._session.put(None)
+            bound_to = self._session.bound_for(self.model_provider.model_key)
+            if prepared is not None and (
+                bound_to is None or prepared.model_key != bound_to.model_key
+            ):
+                # Another model was loaded meanwhile.
+                prepared.cancel()
+                prepared = None
+            if prepared is None and bound_to is not None:
+                prepared = self._prepare(bound_to, request, args, wait_seconds_max=0.0)
+            self._session.put(prepared)
+        except BaseException:
+            if prepared is not None:
+                prepared.cancel()
+            raise
+        return prepared
 
     def _prepare(
         self, bound_to: BoundTo, request: Any, args: Any, *, wait_seconds_max: float
@@ -190,6 +212,11 @@ class PreparingResponseGenerator(ResponseGenerator):
                 self._session.refuse_images("its token ids do not tell where each image stands")
         vision.cache_key = unshared_key(token_ids, vision) if images is None else images.key
         return tokenised
+
+
+def _taken_from(request: Any) -> Prepared | None:
+    """What was prepared for a request. Whoever gets it, once, is the one who ends it."""
+    return vars(request).pop(_ATTRIBUTE, None)
 
 
 def _segments(

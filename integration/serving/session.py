@@ -25,7 +25,7 @@ from .images import RequestImages
 from .in_flight import MutablePrefills, Prefill
 from .memory import hot_bytes_for
 from .options import ServeOptions, size_text
-from .quiet import QuietRecording
+from .quiet import QuietRecording, quietly
 from .seams import Way
 from .telling import MutableTeller
 from .turns import closing_ids
@@ -76,10 +76,8 @@ class Prepared:
         if recording is not None:
             recording.finish()
         elif self.pending is not None:
-            try:
+            with quietly("a restore was not given up; what it keeps goes with it"):
                 self.pending.cancel()
-            except Exception:
-                log.exception("a restore could not be given up")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,9 +206,9 @@ class MutableSession:
 
     def put(self, prepared: Prepared | None) -> None:
         """Leave a request for the next seam; one that nobody took is given up."""
-        if self._current is not None:
-            self._current.cancel()
-        self._current = prepared
+        before, self._current = self._current, prepared
+        if before is not None:
+            before.cancel()
 
     def current(self, key: list[int]) -> Prepared | None:
         """The request that was left, if it is the one with this key."""
@@ -224,7 +222,8 @@ class MutableSession:
 
     def close(self) -> None:
         """Store what was recorded and let go of the directory."""
-        self.put(None)
+        with quietly("a request was not given up"):
+            self.put(None)
         self.unbind()
         if self.cache is not None:
             self.cache.close()

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import LRUPromptCache, PromptTrie, can_trim_prompt_cach
 from ..restoration import Restoration
 from .figures import MemoryTier
 from .images import is_inside_image
-from .quiet import QuietRecording
+from .quiet import QuietRecording, quietly
 from .rows import compact
 from .session import MutableSession, Prepared
 from .telling import MutableSeen, Told, had, parting_words
@@ -98,18 +98,16 @@ class TieredPromptCache(LRUPromptCache):
 
         Upstream gives none for a prompt that it holds entirely, and its batch generator raises.
         """
-        prepared = self._session.current(tokens)
-        try:
+        with quietly("a look into the cache failed; the prompt is prefilled from its start"):
+            prepared = self._session.current(tokens)
             if prepared is None or prepared.pending is None:
                 cache, rest = self._from_memory(model, tokens)
                 self._tell_of_uncached(len(tokens), len(tokens) - len(rest))
                 return cache, rest
             return self._deeper(model, tokens, prepared)
-        except Exception:
-            log.exception("a look into the cache failed; the prompt is prefilled from its start")
-            if prepared is not None:
-                prepared.cancel()
-            return None, tokens
+        with quietly("a request was not given up"):
+            self._session.put(None)
+        return None, tokens
 
     def insert_cache(
         self,
@@ -120,15 +118,13 @@ class TieredPromptCache(LRUPromptCache):
         cache_type: str = "assistant",
     ) -> None:
         """Keep a cache in RAM, without the buffers that it may be a view of."""
-        try:
+        with quietly("a cache was not kept in memory"):
             compact(prompt_cache)
             hot_max = self._session.hot_max
             with self._lock:
                 if hot_max is not None:
                     self.max_bytes = hot_max
                 super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
-        except Exception:
-            log.exception("a cache was not kept in memory")
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         with self._lock:
