@@ -170,10 +170,8 @@ class Cache:
 
     def close(self) -> None:
         """Store what was recorded and let go of the directory. Twice is harmless."""
-        with self._readers_lock:
-            readers, self._readers = self._readers, None
-        if readers is not None:
-            readers.shutdown(cancel_futures=True)
+        # Kept, and made if there are none: a restore that comes too late gets no thread from them.
+        self._make_readers().shutdown(cancel_futures=True)
         self.store.close()
 
     def __enter__(self) -> "Cache":

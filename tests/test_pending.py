@@ -360,13 +360,17 @@ def test_a_restore_that_is_finished_after_the_close_has_what_it_read(
     assert found.endpoint == 96
 
 
-def test_a_restore_that_begins_after_the_close_is_a_miss(cache: Cache, bound: BoundModel) -> None:
+def test_a_restore_that_begins_after_the_close_is_a_miss_and_starts_no_thread(
+    cache: Cache, bound: BoundModel
+) -> None:
     cache.close()
+    threads = threading.active_count()
 
     found = bound.start_restore(PROMPT).finish()
 
     found.recording.finish()
     assert found.reason is MissReason.CLOSED
+    assert threading.active_count() == threads
 
 
 def test_a_close_does_not_wait_for_a_restore_that_nobody_finishes(
