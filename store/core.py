@@ -1,6 +1,7 @@
 """What the threads of one open cache share, and the lock that guards it."""
 
 import enum
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -15,8 +16,11 @@ from ..journal.state import State
 from ..journal.words import MissReason, NotStoredReason
 from .boundary import Claim, NotStored
 from .histogram import MutableHistogram
+from .notices import MutableNotices
 from .overlay import MutableOverlay
 from .settings import StoreSettings
+
+log = logging.getLogger("walkback")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +100,7 @@ class MutableCore:
         self.lock = threading.Condition()
         self.overlay = MutableOverlay()
         self.counts = Counts()
+        self.notices = MutableNotices()
         self.mode = Mode.WRITING
         self.mode_detail = ""
         self.staging_limit_bytes = settings.staging_bytes
@@ -138,11 +143,16 @@ class MutableCore:
         return self._counter
 
     def stop_writing(self, mode: Mode, detail: str) -> None:
-        """Refuse stores from now on; the first reason is the one that is kept."""
+        """Refuse stores from now on; the first reason is the one that is kept, and logged."""
         with self.lock:
-            if self.mode is Mode.WRITING or (mode is not Mode.READING and self.mode is not mode):
+            is_news = self.mode is Mode.WRITING or (
+                mode is not Mode.READING and self.mode is not mode
+            )
+            if is_news:
                 self.mode, self.mode_detail = mode, detail
             self.lock.notify_all()
+        if is_news:
+            log.warning("nothing is stored any more until the cache is reopened: %s", detail)
 
     def refusal_by_mode(self) -> NotStored | None:
         """Why no store can be taken now, if so. Call it with the lock held."""

@@ -13,6 +13,7 @@ that is not closed: the next opening sweeps them.
 """
 
 import errno
+import logging
 from collections.abc import Callable, Iterable
 
 from ..journal.backup import FOLDER as BACKUP
@@ -43,6 +44,8 @@ from .outcomes import (
 from .reconcile import names_in
 from .room import reserve_room
 from .stage import stage
+
+log = logging.getLogger("walkback")
 
 # Steps 1 and 2.
 
@@ -201,7 +204,10 @@ def _commit(
             core.overlay.just_admitted = frozenset(part.key for part in parts)
         for claim in accepted:
             settle_claim(core, claim, None)
+        notice = core.notices.stored() if accepted else None
         core.lock.notify_all()
+    if notice is not None:
+        log.info("%s", notice)
     return None
 
 

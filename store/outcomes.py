@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import logging
 from collections.abc import Iterable
 
 from ..journal.events import Abandoned
@@ -9,6 +10,8 @@ from ..journal.words import AbandonReason, NotStoredReason
 from .boundary import Claim, NotStored
 from .core import Mode, MutableCore
 from .staging import release_memory
+
+log = logging.getLogger("walkback")
 
 
 def settle_claim(core: MutableCore, claim: Claim, refusal: NotStored | None) -> None:
@@ -67,6 +70,11 @@ def refuse(core: MutableCore, claim: Claim, refusal: NotStored) -> None:
     finally:
         with core.lock:
             settle_claim(core, claim, refusal)
+            # Of a cache that has stopped writing that was said already.
+            is_told = core.mode is not Mode.WRITING
+            notice = None if is_told else core.notices.refused(refusal, core.clock.monotonic())
+    if notice is not None:
+        log.warning("%s", notice)
 
 
 def remove_unnamed(core: MutableCore, paths: Iterable[str]) -> None:
