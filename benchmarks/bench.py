@@ -4,7 +4,8 @@
 
 Everything that is compared runs interleaved in random order. A ratio is the median over rounds of
 this arm's seconds by those of the arm it is against, with its quartiles. Machines drift: compare
-ratios, never seconds of two runs. ``serving`` counts tokens, once, as a Markdown table.
+ratios, never seconds of two runs. ``serving`` counts tokens and ``memory`` bytes, once each, as
+Markdown tables.
 """
 
 import itertools
@@ -19,6 +20,8 @@ from typing import Annotated
 
 import typer
 from measure import TOTAL, Row, Spread
+from memory import markdown as markdown_of_memory
+from memory import measure_memory
 from opening import measure_commit, measure_lookup, measure_opening
 from payloads import QWEN3_6_27B, SMALL
 from restoring import IS_COLD_MEASURED, measure_restore
@@ -28,8 +31,9 @@ from serving import markdown, measure_serving
 from storing import measure_capture, measure_store
 
 ENTRIES = 10_000
-# It counts, and is no comparison of seconds like the others.
+# These count, and are no comparison of seconds like the others.
 SERVING = "serving"
+MEMORY = "memory"
 
 
 def bench(
@@ -51,14 +55,14 @@ def bench(
     load_before = os.getloadavg()[0]
     rows: list[Row] = []
     measures = _measures(rounds=1 if quick else rounds, quick=quick)
-    known = [*measures, SERVING]
+    known = [*measures, SERVING, MEMORY]
     chosen = known if only is None else only
     if unknown := set(chosen) - set(known):
         raise typer.BadParameter(f"{min(unknown)} is none of {', '.join(known)}")
     for name in chosen:
         progress.print(name)
-        if name == SERVING:
-            _serve(directory, quick=quick, as_json=as_json)
+        if name in (SERVING, MEMORY):
+            _count(name, directory, quick=quick, as_json=as_json)
             continue
         with tempfile.TemporaryDirectory(prefix="walkback-bench-", dir=directory) as scratch:
             added = measures[name](Path(scratch))
@@ -103,14 +107,19 @@ def _measures(*, rounds: int, quick: bool) -> dict[str, Callable[[Path], list[Ro
     }
 
 
-def _serve(directory: Path | None, *, quick: bool, as_json: bool) -> None:
+def _count(name: str, directory: Path | None, *, quick: bool, as_json: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="walkback-bench-", dir=directory) as scratch:
-        served = measure_serving(Path(scratch), quick=quick)
+        if name == SERVING:
+            rows = measure_serving(Path(scratch), quick=quick)
+            table = markdown(rows)
+        else:
+            rows = measure_memory(Path(scratch), quick=quick)
+            table = markdown_of_memory(rows)
     if as_json:
-        for row in served:
+        for row in rows:
             print(json.dumps(row.fields()), flush=True)
     else:
-        print(f"\n{markdown(served)}\n")
+        print(f"\n{table}\n")
 
 
 def _print(rows: list[Row]) -> None:

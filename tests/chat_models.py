@@ -32,17 +32,15 @@ CHATML = """{%- for m in messages -%}
 
 
 def write_chat_model(
-    directory: Path, name: str, *, seed: int = 0, head_dim: int | None = None
+    directory: Path, name: str, *, seed: int = 0, changes: Mapping[str, Any] | None = None
 ) -> None:
     """A folder that ``mlx_lm.load`` takes: the zoo's architecture, with random weights.
 
-    Its tokens are bytes, so every text has a known number of them. ``head_dim`` is for heads whose
-    KV is to be quantised in groups of so many.
+    Its tokens are bytes, so every text has a known number of them. ``changes`` are of its
+    configuration.
     """
     write_tokenizer(directory, template=CHATML)
-    config = _with_ending(CONFIGS[name])
-    if head_dim is not None:
-        config["head_dim"] = head_dim
+    config = _with_ending({**CONFIGS[name], **(changes or {})})
     model = build_tiny_model(config, dtype=DTYPES[name], seed=seed)
     weights = dict(sorted_parameters(model))
     mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})

@@ -43,6 +43,7 @@ class Client:
     """Speaks to the server on a port of this machine. HTTPError for every status but 200."""
 
     port: int
+    answer_seconds_max: float = 120.0
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as reply:
@@ -54,7 +55,7 @@ class Client:
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=120) as reply:
+        with urllib.request.urlopen(request, timeout=self.answer_seconds_max) as reply:
             return json.load(reply)
 
     def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Answer:
@@ -72,7 +73,7 @@ class Client:
             json.dumps({**DEFAULTS, "stream": True, **body}).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=120) as reply:
+        with urllib.request.urlopen(request, timeout=self.answer_seconds_max) as reply:
             for line in reply:
                 content = line.decode().removeprefix("data: ").strip()
                 if line.startswith(b"data: ") and content != "[DONE]":

@@ -134,7 +134,7 @@ def following(messages: list[Message], answer: Answer, text: str) -> list[Messag
 def test_requests_with_quantised_kv_resume_before_a_kill_and_after_it(
     name: str, tmp_path: Path
 ) -> None:
-    write_chat_model(tmp_path / "model", name, head_dim=32)
+    write_chat_model(tmp_path / "model", name, changes={"head_dim": 32})
     is_quantised, cache = name != "falcon_h1", tmp_path / "cache"
     oracle = Oracle(tmp_path / "model", is_quantised=is_quantised)
     options = ("--cache-dir", str(cache), *OPTIONS)
