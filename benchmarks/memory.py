@@ -22,9 +22,10 @@ ARCHITECTURE = "falcon_h1"
 # A state of 4 MB at each of many checkpoints, and little to compute.
 WIDE = {"mamba_d_ssm": 1024, "mamba_d_state": 256, "mamba_d_head": 64, "mamba_n_heads": 16}
 PENDING_MAX = "64MB"
-STRIDE_TOKENS = 256
-LENGTHS = (2_048, 16_384)
-LENGTHS_QUICK = (512, 1_024)
+# So short that prompts of which a CPU prefills some tens of tokens a second have many of them.
+STRIDE_TOKENS = 64
+LENGTHS = (512, 4_096)
+LENGTHS_QUICK = (128, 256)
 ANSWER_SECONDS_MAX = 1800.0
 IS_MEASURED = sys.platform == "linux"
 
@@ -75,6 +76,7 @@ def markdown(peaks: list[Peak]) -> str:
 
 def _measured(directory: Path, model: Path, tokens: int) -> Peak:
     step = ("--prefill-step-size", str(STRIDE_TOKENS), "--prompt-cache-size", "0")
+    grids = ("--block-tokens", str(STRIDE_TOKENS), "--hot-max", "0", *step)
     log_path = directory / f"{tokens}.log"
     with serving(model, *step, log_path=log_path, is_stock=True) as server:
         _ask(server, tokens)
@@ -82,7 +84,7 @@ def _measured(directory: Path, model: Path, tokens: int) -> Peak:
         server.stop(signal.SIGKILL)
     ours = (
         *("--cache-dir", str(directory / f"cache {tokens}"), "--disk-floor", "0"),
-        *("--pending-max", PENDING_MAX, "--hot-max", "0", *step),
+        *("--pending-max", PENDING_MAX, *grids),
     )
     slow = (str(Path(__file__).with_name("slow_writer.py")),)
     with serving(model, *ours, log_path=log_path, program=slow) as server:
