@@ -22,6 +22,7 @@ SHORT = (*OPTIONS, "--checkpoint-tokens", "64")
 TOKENS = 4
 # What the issue asks for; there are fewer calls, so some fail in several kinds of requests.
 REQUESTS_MIN = 200
+TRIES_MAX = 3
 
 Message = dict[str, Any]
 
@@ -133,6 +134,27 @@ def to_fail(calls: dict[str, list[Call]]) -> Iterator[tuple[str, Call]]:
     yield from sorted(chosen, key=lambda each: list(calls).index(each[0]))
 
 
+def asked_with_a_fault(
+    kind: Kind, number: int, faults: MutableFaults, call: Call, error: str
+) -> str:
+    """What is wrong with the answer of a request in which a call fails, or with what it leaves."""
+    has_raised, tries = False, 0
+    while not has_raised:
+        # Whether a thread waits for another may be a matter of moments, and with it a call.
+        tries += 1
+        if tries > TRIES_MAX:
+            return "the call did not come again"
+        if kind.from_disk:
+            faults.forget_memory()
+        faults.arm(call, error)
+        found = kind.ask(number + tries * 1000)
+        has_raised = faults.disarm()
+        left = {what: count for what, count in faults.kept().items() if count}
+        if found or left:
+            return f"{found} {left or ''}"
+    return ""
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
@@ -159,16 +181,10 @@ def test_a_fault_in_any_call_of_ours_costs_no_answer_and_leaves_nothing_behind(
             if name != before and name != "another model":
                 assert kind.ask(-1) == ""
             before = name
-            if kind.from_disk:
-                faults.forget_memory()
-            faults.arm(call, error)
-            found = kind.ask(number)
-            has_raised = faults.disarm()
+            found = asked_with_a_fault(kind, number, faults, call, error)
             asked += 1
-            left = {what: count for what, count in faults.kept().items() if count}
-            if found or left or not has_raised:
-                reached = "" if has_raised else ", not reached"
-                wrong.append(f"{name}: {error} in {' -> '.join(call)}{reached}: {found} {left}")
+            if found:
+                wrong.append(f"{name}: {error} in {' -> '.join(call)}: {found}")
 
         hits = [kinds[name].ask(0) for name in ("another model", "memory", "disk", "seeded")]
         faults.forget_memory()
