@@ -2,7 +2,7 @@
 
 Both prefill the same prompt in the same chunks, so its KV and what mlx needs to compute it are in
 both, and what is left of the difference is ours: imports, the cache's state, and what waits for the
-disk, which ``--pending-max`` bounds. The writer is slowed, so that far more would wait than that.
+disk, which ``--pending-max`` bounds. The writer begins only when that is reached.
 """
 
 import json
@@ -23,8 +23,9 @@ ARCHITECTURE = "falcon_h1"
 WIDE = {"mamba_d_ssm": 1024, "mamba_d_state": 256, "mamba_d_head": 64, "mamba_n_heads": 16}
 PENDING_MAX = "64MB"
 # So short that prompts of which a CPU prefills some tens of tokens a second have many of them.
-STRIDE_TOKENS = 64
-LENGTHS = (512, 4_096)
+STRIDE_TOKENS = 32
+# What is captured of either is more than may wait.
+LENGTHS = (768, 6_144)
 LENGTHS_QUICK = (128, 256)
 ANSWER_SECONDS_MAX = 1800.0
 IS_MEASURED = sys.platform == "linux"
