@@ -241,13 +241,14 @@ def main() -> None:
     faults = _Faults()
     _wrap_everything(faults)
 
-    class Tiers(tiers.TieredPromptCache):
-        def __init__(self, shared: session.MutableSession, *arguments: Any) -> None:
-            super().__init__(shared, *arguments)
-            faults.tiers = self
-            faults.store = None if shared.cache is None else shared.cache.store
+    make = tiers.TieredPromptCache.__init__
 
-    setattr(server, "TieredPromptCache", Tiers)  # noqa: B010 - a class is not a variable
+    def noted(self: Any, shared: session.MutableSession, *arguments: Any) -> None:
+        make(self, shared, *arguments)
+        faults.tiers = self
+        faults.store = None if shared.cache is None else shared.cache.store
+
+    setattr(tiers.TieredPromptCache, "__init__", noted)  # noqa: B010 - a method is not a variable
     gc.freeze()
     threading.Thread(target=_obey, args=(faults, address), name=CONTROL, daemon=True).start()
     server.serve(arguments)
