@@ -110,6 +110,7 @@ class _Faults:
         self._has_raised = False
         self.tiers: Any = None
         self.store: Any = None
+        self.teller: Any = None
 
     def watch(self) -> None:
         with self._lock:
@@ -125,6 +126,9 @@ class _Faults:
             self._armed[call] = error
 
     def disarm(self) -> bool:
+        # Of a request that was answered its line may still be written.
+        self.store.flush()
+        self.teller._lines.submit(int).result()
         with self._lock:
             self._armed.clear()
             return self._has_raised
@@ -247,6 +251,7 @@ def main() -> None:
         make(self, shared, *arguments)
         faults.tiers = self
         faults.store = None if shared.cache is None else shared.cache.store
+        faults.teller = shared.teller
 
     setattr(tiers.TieredPromptCache, "__init__", noted)  # noqa: B010 - a method is not a variable
     gc.freeze()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ...journal.words import MissReason
 from ..recording import MutableRecording
 from ..restoration import Restoration
+from .quiet import quietly
 from .watch import MutableWatch
 
 log = logging.getLogger("walkback")
@@ -67,6 +68,8 @@ class MutableTeller:
     def _tell_later(self, told: Told, recording: MutableRecording) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(self._waiting.release)
+            # Nobody asks the executor what became of it.
+            stack.enter_context(quietly("the line of a request is not written"))
             recording.wait(SETTLE_SECONDS_MAX)
             self._tell(told, recording)
 
