@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from walkback.integration.leaves import walk_leaves
 from walkback.restore.materialise import MutableAssembly
 from walkback.tools import demo as demo_module
-from walkback.tools import demo_run
+from walkback.tools import demo_processes, demo_run
 
 ROOT = Path(__file__).parent.parent
 
@@ -133,7 +133,7 @@ def test_a_restore_that_is_broken_makes_the_demo_fail(
         return cache
 
     monkeypatch.setattr(MutableAssembly, "finish", finish)
-    for module in (demo_module, demo_run):
+    for module in (demo_module, demo_processes, demo_run):
         monkeypatch.setattr(module, "GREEDY_TOKENS", 2)
     app = typer.Typer()
     app.command()(demo_module.demo)
