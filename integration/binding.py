@@ -2,11 +2,10 @@
 
 import dataclasses
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from importlib.metadata import version
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
@@ -20,11 +19,10 @@ from ..restore.plan import Grid, Plan
 from ..store.store import MutableStore
 from .depths import MutableDepths
 from .forms import Binding, KVQuantisation, lookup_of
+from .generation import generate_step, stream_generate
+from .prompts import DECODE_HEADROOM_TOKENS, token_ids_of
 from .recording import MutableRecording
 from .restoration import PendingRestore, Restoration, chain_of
-
-# Room behind a restored prefix, so that decoding some hundred tokens copies no buffer.
-DECODE_HEADROOM_TOKENS = 512
 
 
 class BoundModel:
@@ -206,33 +204,8 @@ class BoundModel:
 
     def generate_step(self, prompt: Sequence[int] | mx.array, **options: Any) -> Any:
         """mlx-lm's ``generate_step`` over this cache: see ``walkback.generate_step``."""
-        from .generation import generate_step
-
         return generate_step(self, prompt, **options)
 
     def stream_generate(self, tokenizer: Any, prompt: Any, **options: Any) -> Any:
         """mlx-lm's ``stream_generate`` over this cache: see ``walkback.stream_generate``."""
-        from .generation import stream_generate
-
         return stream_generate(self, tokenizer, prompt, **options)
-
-
-def token_ids_of(prompt: Any) -> list[int]:
-    """A prompt as a list of integers: a sequence of them, or an mlx or NumPy array.
-
-    ValueError for anything else, which names the first token id that is none.
-    """
-    if isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable):
-        raise ValueError(f"a prompt is a sequence of token ids, not {type(prompt).__name__}")
-    items = cast(Any, prompt)
-    dimensions = getattr(items, "ndim", 1)
-    if dimensions != 1:
-        raise ValueError(f"a prompt has one dimension, not {dimensions}")
-    values: list[Any] = items.tolist() if hasattr(items, "tolist") else list(items)
-    try:
-        return list(map(operator.index, values))
-    except TypeError:
-        position = next(at for at, each in enumerate(values) if not hasattr(each, "__index__"))
-        raise ValueError(
-            f"token id {position} is {values[position]!r}, which is not an integer"
-        ) from None

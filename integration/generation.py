@@ -6,7 +6,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step as mlx_generate_step
@@ -15,8 +15,9 @@ from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 from ..journal.errors import SettingsError
 from ..restore.images import ImageSpan
-from .binding import DECODE_HEADROOM_TOKENS, BoundModel, token_ids_of
+from ..restore.plan import Grid
 from .forms import KV_GROUP_SIZE, QUANTIZED_KV_START, KVQuantisation
+from .prompts import DECODE_HEADROOM_TOKENS, token_ids_of
 from .restoration import Restoration
 
 # Options under which mlx-lm's cache is not the one that was bound, or is not fed token by token.
@@ -32,8 +33,28 @@ _mlx_generate_step = cast(Any, mlx_generate_step)
 _mlx_stream_generate = cast(Any, mlx_stream_generate)
 
 
+class Resumable(Protocol):
+    """What generation needs of a bound model."""
+
+    model: Any
+    grid: Grid
+    quantisation: KVQuantisation | None
+
+    @property
+    def turning_point(self) -> int | None: ...
+
+    def restore(
+        self,
+        prompt: Sequence[int] | mx.array,
+        *,
+        turn_ends: Iterable[int],
+        images: Iterable[ImageSpan],
+        headroom_tokens: int,
+    ) -> Restoration: ...
+
+
 def generate_step(
-    bound: BoundModel,
+    bound: Resumable,
     prompt: Sequence[int] | mx.array,
     *,
     turn_ends: Iterable[int] = (),
@@ -56,7 +77,7 @@ def generate_step(
 
 
 def stream_generate(
-    bound: BoundModel,
+    bound: Resumable,
     tokenizer: Any,
     prompt: str | Sequence[int] | mx.array,
     *,
@@ -84,7 +105,7 @@ def stream_generate(
 
 @contextlib.contextmanager
 def _resumed(
-    bound: BoundModel,
+    bound: Resumable,
     token_ids: list[int],
     turn_ends: Iterable[int],
     images: Iterable[ImageSpan],
@@ -112,7 +133,7 @@ def _resumed(
 
 
 def prepare_generation(
-    bound: BoundModel,
+    bound: Resumable,
     token_ids: list[int],
     restoration: Restoration,
     options: dict[str, Any],
@@ -197,7 +218,7 @@ def _headroom(options: dict[str, Any]) -> int:
 
 
 def _require_options(
-    bound: BoundModel, options: dict[str, Any], token_count: int, *, has_images: bool
+    bound: Resumable, options: dict[str, Any], token_count: int, *, has_images: bool
 ) -> None:
     embeddings = options.get("input_embeddings") if has_images else None
     if has_images and (embeddings is None or len(embeddings) != token_count):
@@ -217,7 +238,7 @@ def _require_options(
         )
 
 
-def _require_quantisation(bound: BoundModel, options: dict[str, Any]) -> None:
+def _require_quantisation(bound: Resumable, options: dict[str, Any]) -> None:
     asked = KVQuantisation.on(
         bound.grid,
         bits=options["kv_bits"],
