@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import servers
 from chat_models import write_chat_model
-from servers import ROOT, serving
+from servers import OURS, ROOT, serving
 
 from walkback.integration.serving.seams import Way, find_seams
 from walkback.store.audit import Audit
@@ -107,20 +106,18 @@ def test_each_seam_that_is_missing_is_named_and_the_next_way_is_taken() -> None:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_without_a_seam_the_server_answers_and_says_what_it_lacks(
-    name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, model: Path, tmp_path: Path
 ) -> None:
-    code = f"import renamed; renamed.rename({name!r}); {servers.OURS}"
-    monkeypatch.setattr(
-        servers, "OURS", f"import sys; sys.path.append({str(ROOT / 'tests')!r}); {code}"
-    )
+    tests = f"import sys; sys.path.append({str(ROOT / 'tests')!r})"
+    program = ("-c", f"{tests}; import renamed; renamed.rename({name!r}); {OURS}", "serve")
     options = ("--cache-dir", str(tmp_path / "cache"), *OPTIONS)
 
-    with serving(model, *options, log_path=tmp_path / "one.log") as server:
+    with serving(model, *options, log_path=tmp_path / "one.log", program=program) as server:
         cold = server.chat(MESSAGES)
         if name in FOR_STOPS:
             server.await_durable()
         server.stop(signal.SIGKILL)
-    with serving(model, *options, log_path=tmp_path / "two.log") as server:
+    with serving(model, *options, log_path=tmp_path / "two.log", program=program) as server:
         warm, seeded = server.chat(MESSAGES), server.chat(MESSAGES, seed=1)
         assert name in FOR_WHOLE_PROMPTS or server.stop() == 0
 
