@@ -7,6 +7,7 @@ lived.
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
 import time
@@ -48,6 +49,8 @@ class Verdict:
 
 def run_part(layer: str, effort: Effort) -> MutableReport:
     """Run a share of a layer in this process, and its mutant."""
+    # What a cache says of its troubles is expected here.
+    logging.getLogger("walkback").addHandler(logging.NullHandler())
     with switched_on(effort.mutant):
         return LAYERS[layer].report(effort)
 
