@@ -246,7 +246,8 @@ def _require_quantisation(bound: Resumable, options: dict[str, Any]) -> None:
         start=options.get("quantized_kv_start", QUANTIZED_KV_START),
     )
     if asked != bound.quantisation:
+        bound_to = bound.quantisation or "none that is quantised"
         raise SettingsError(
-            f"KV of {asked} is asked for, and the model is bound to {bound.quantisation}: "
+            f"KV of {asked} is asked for, and the model is bound to {bound_to}: "
             "bind it with kv_bits, kv_group_size and quantized_kv_start"
         )

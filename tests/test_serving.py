@@ -10,6 +10,7 @@ plan that is worked out here.
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -468,3 +469,22 @@ def test_help_tells_of_both_kinds_of_flags() -> None:
         "--decode-concurrency",
     ):
         assert flag in done.stdout
+
+
+def test_a_port_that_is_in_use_is_named_before_anything_is_made(tmp_path: Path) -> None:
+    """mlx-lm's own server prints where it failed, and its generation thread keeps it alive."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        cache = tmp_path / "cache"
+        options = ("--model", "org/model", "--port", str(port), "--cache-dir", str(cache))
+        done = subprocess.run(
+            [sys.executable, "-c", OURS, "serve", *options],
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    assert (done.returncode, cache.exists()) == (2, False)
+    assert f"cannot listen on 127.0.0.1, port {port}" in done.stderr

@@ -40,6 +40,35 @@ def test_our_flags_are_taken_and_all_others_are_left() -> None:
     assert rest == ["--model", "m", "--temp", "0.5", "--prefill-step-size", "2048"]
 
 
+def test_where_it_will_listen_is_known_and_left_to_mlx_lm() -> None:
+    options, rest = parse_options(["--port", "80", "--host=h"], {})
+
+    assert (options.host, options.port) == ("h", "80")
+    assert rest[:3] == ["--port", "80", "--host=h"]
+    assert parse_options([], {})[0].port == "8080"
+
+
+@pytest.mark.parametrize("path", ["./none", "/none", "~/none"])
+def test_a_model_that_is_not_where_it_should_be_is_refused_before_anything_starts(
+    path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    with pytest.raises(SettingsError, match="is no directory here"):
+        parse_options(["--model", path], {})
+    # What a hub may have is mlx-lm's to find.
+    assert parse_options(["--model", "org/model"], {})[1][:2] == ["--model", "org/model"]
+
+
+def test_a_variable_that_is_empty_is_not_set_and_one_that_is_nonsense_is_named() -> None:
+    empty = {"WALKBACK_CACHE_DIR": "", "WALKBACK_SSD_MAX": "", "WALKBACK_BLOCK_TOKENS": ""}
+
+    assert parse_options([], empty)[0] == parse_options([], {})[0]
+    with pytest.raises(SettingsError, match="WALKBACK_SSD_MAX is 'lots'"):
+        parse_options([], {"WALKBACK_SSD_MAX": "lots"})
+
+
 def test_every_option_is_a_variable_of_the_environment_too_and_a_flag_wins() -> None:
     environment = {
         "WALKBACK_CACHE_DIR": "/c",

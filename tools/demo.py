@@ -54,7 +54,8 @@ def demo(
         Path | None, typer.Option(help="A local MLX model to run on, instead of a tiny one.")
     ] = None,
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="Keep the cache in this directory.")
+        Path | None,
+        typer.Option("--dir", help="Keep the cache, in this new directory."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print rows as JSON lines.")] = False,
     block_tokens: Annotated[int, typer.Option(help="KV is cut in blocks of so many tokens.")] = 256,
@@ -80,6 +81,9 @@ def demo(
 def _demo(model: Path | None, directory: Path | None, *, as_json: bool, grid: Grid) -> int:
     if model is not None and not (model / "config.json").is_file():
         raise SettingsError(f"{model} is no local MLX model: it holds no config.json")
+    if directory is not None and directory.exists() and any(directory.iterdir()):
+        # It deletes, damages and kills in there.
+        raise SettingsError(f"{directory} is not empty: the demo makes a cache of its own")
     progress = Console(stderr=True)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="walkback-demo-")))

@@ -14,7 +14,8 @@ from .stats import stats
 
 app = typer.Typer(
     name="walkback",
-    help="Look into a walkback cache. check, log and stats change nothing on its disk.",
+    help="Serve models over a durable prefix cache, and look into one. check, log and stats change "
+    "nothing on its disk.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -48,7 +48,8 @@ def run(look: Callable[[], int]) -> NoReturn:
         holder = "another process" if error.pid is None else f"process {error.pid}"
         print_error(
             f"{error.path} is open in {holder}, and a cache can be looked into at rest only: "
-            "stop that process, or ask it for cache.statistics() and cache.violations()"
+            "stop that process, or ask it: a server has GET /walkback/stats, a script "
+            "cache.statistics() and cache.violations()"
         )
         status = COULD_NOT_LOOK
     except (WalkbackError, OSError) as error:

@@ -15,14 +15,18 @@ def serve(context: typer.Context) -> None:
 
     All flags of mlx_lm.server are taken.
     """
-    run(lambda: _serve(context.args))
+    try:
+        run(lambda: _serve(context.args))
+    except typer.Exit as end:
+        # Everything is durable and closed. What failed may have left mlx-lm's thread running, which
+        # the interpreter would wait for; and mlx 0.32 aborts at exit if a thread besides the main
+        # one has computed: so it ended 9 of 12 times that the server was stopped.
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(end.exit_code)
 
 
 def _serve(arguments: list[str]) -> int:
     run_server(arguments)
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    # Everything is durable and closed. mlx 0.32 aborts at exit if a thread besides the main one has
-    # computed, as mlx-lm's server does: so it ended 9 of 12 times that it was stopped.
-    os._exit(CLEAN)
+    return CLEAN

@@ -2,15 +2,18 @@
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...journal.errors import SettingsError
 from ...store.settings import GIB
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 ENVIRONMENT_PREFIX = "WALKBACK_"
+# mlx-lm's.
+_HOST, _PORT = "127.0.0.1", "8080"
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
 
@@ -30,6 +33,9 @@ class ServeOptions:
     read_only: bool = False
     unsafe_batching: bool = False
     off: bool = False
+    # mlx-lm's own, as text: what it will listen on.
+    host: str = _HOST
+    port: str = _PORT
 
 
 def parse_options(
@@ -42,6 +48,8 @@ def parse_options(
     """
     parser = make_parser(environment)
     found, rest = parser.parse_known_args(list(arguments))
+    theirs = _flags_of_mlx_lm(rest)
+    _require_model(theirs.model)
     checkpoint_tokens: int = found.checkpoint_tokens or found.prefill_step_size or 2048
     if found.prefill_step_size not in (None, checkpoint_tokens):
         raise SettingsError(
@@ -60,35 +68,66 @@ def parse_options(
         read_only=found.read_only,
         unsafe_batching=found.unsafe_batching,
         off=found.off,
+        host=theirs.host,
+        port=theirs.port,
     )
     return options, [*rest, "--prefill-step-size", str(checkpoint_tokens)]
 
 
 def make_parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
     """The parser of our flags, with defaults from the environment."""
-    parser = argparse.ArgumentParser(prog="walkback serve", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="walkback serve",
+        description="mlx-lm's server over a cache on disk. Its own flags, which are all taken, "
+        "follow below. Sizes are as 128G, 512MB or bytes.",
+        add_help=False,
+        allow_abbrev=False,
+    )
     own = parser.add_argument_group("walkback")
 
-    def add(flag: str, words: str, **options: object) -> None:
+    def add(flag: str, words: str, **options: Any) -> None:
         name = ENVIRONMENT_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+        value = environment.get(name, "")
         if options.get("action") == "store_true":
-            options["default"] = _switch(name, environment.get(name, ""))
-        elif name in environment:
-            # argparse converts a default that is text as it does an argument.
-            options["default"] = environment[name]
-        own.add_argument(flag, help=f"{words} ({name})", **options)  # pyright: ignore[reportArgumentType]
+            options["default"] = _switch(name, value)
+        elif value:
+            options["default"] = _converted(name, value, options.get("type", str))
+        own.add_argument(flag, help=f"{words} [{name}]", **options)
 
-    add("--cache-dir", "where the cache is, or is made", type=Path, default=Path("~/.walkback"))
-    add("--ssd-max", "what it may take of the disk, as 128G", type=parse_size, default=None)
-    add("--hot-max", "what caches in RAM may take", type=parse_size, default=None)
-    add("--pending-max", "memory that may wait for the disk", type=parse_size, default=None)
-    add("--disk-floor", "what the volume keeps free", type=parse_size, default=10 * GIB)
-    add("--block-tokens", "KV is cut in blocks of so many tokens", type=int, default=256)
-    add("--checkpoint-tokens", "state is kept every so many tokens", type=int, default=None)
-    add("--salt", "keeps tenants apart", default="")
-    add("--read-only", "restore, and store nothing", action="store_true")
-    add("--unsafe-batching", "prefill prompts of unlike length together", action="store_true")
-    add("--off", "serve as mlx-lm does", action="store_true")
+    add(
+        "--cache-dir",
+        "where the cache is, or is made: ~/.walkback",
+        type=Path,
+        default=Path("~/.walkback"),
+    )
+    add("--ssd-max", "what it may take of the disk: a quarter of what is free", type=parse_size)
+    add("--hot-max", "what caches in RAM may take: a quarter of what is left", type=parse_size)
+    add(
+        "--pending-max",
+        "memory that may wait for the disk: two checkpoints, at least 256M",
+        type=parse_size,
+    )
+    add(
+        "--disk-floor",
+        "what the volume keeps free, or nothing is stored: 10G",
+        type=parse_size,
+        default=10 * GIB,
+    )
+    add("--block-tokens", "KV is cut in blocks of so many tokens: 256", type=int, default=256)
+    add(
+        "--checkpoint-tokens",
+        "state is kept every so many tokens, a multiple of --block-tokens; it is the prefill step "
+        "too: 2048",
+        type=int,
+    )
+    add("--salt", "keeps tenants apart: none", default="")
+    add("--read-only", "restore prompts, and store none", action="store_true")
+    add(
+        "--unsafe-batching",
+        "prefill prompts of unlike length together where padding spoils the state; stores nothing",
+        action="store_true",
+    )
+    add("--off", "serve as mlx-lm does, and open no cache", action="store_true")
     parser.add_argument("--prefill-step-size", type=int, default=None, help=argparse.SUPPRESS)
     return parser
 
@@ -112,6 +151,30 @@ def size_text(nbytes: int) -> str:
         if nbytes >= factor and unit:
             return f"{nbytes / factor:.1f}".removesuffix(".0") + unit
     return str(nbytes)
+
+
+def _flags_of_mlx_lm(arguments: Sequence[str]) -> argparse.Namespace:
+    """Those that are looked at before its server starts."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--host", default=_HOST)
+    parser.add_argument("--port", default=_PORT)
+    return parser.parse_known_args(list(arguments))[0]
+
+
+def _require_model(model: str | None) -> None:
+    """SettingsError for a path that is not there: mlx-lm would look for it at a hub."""
+    if model is not None and model.startswith((".", "/", "~")):
+        path = Path(model).expanduser()
+        if not path.is_dir():
+            raise SettingsError(f"--model {model} is no directory here")
+
+
+def _converted(name: str, text: str, convert: Callable[[str], Any]) -> Any:
+    try:
+        return convert(text)
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise SettingsError(f"{name} is {text!r}: {error}") from None
 
 
 def _switch(name: str, text: str) -> bool:

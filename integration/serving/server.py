@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx_lm.server as upstream
 
-from ...journal.errors import CacheLockedError
+from ...journal.errors import CacheLockedError, SettingsError
 from ..cache import Cache, open_cache
 from .options import ServeOptions, make_parser, parse_options
 from .pages import Pages
@@ -43,6 +44,7 @@ def serve(arguments: Sequence[str]) -> None:
         print(make_parser({}).format_help())
     else:
         options, rest = parse_options(arguments)
+        _require_address(options.host, options.port)
         for each in () if options.off else seams.lacks:
             print(f"walkback: WARNING: {each}", file=sys.stderr)
     if seams.way is Way.NOTHING:
@@ -54,6 +56,19 @@ def serve(arguments: Sequence[str]) -> None:
     session = MutableSession(_opened(options), options, seams.way)
     with _stopped_by_a_signal(session), _joined(session, rest, seams):
         upstream.main()
+
+
+def _require_address(host: str, port: str) -> None:
+    """SettingsError unless mlx-lm can listen there: it would find out with its threads running."""
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, OverflowError) as error:
+        raise SettingsError(f"cannot listen on {host}, port {port}: {error}") from None
 
 
 def _opened(options: ServeOptions) -> Cache | None:

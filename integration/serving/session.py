@@ -14,6 +14,7 @@ from typing import Any
 
 from mlx_lm.utils import hf_repo_to_path
 
+from ...journal.errors import WalkbackError
 from ...journal.words import NotStoredReason
 from ...restore.images import ImageSpan
 from ...store.boundary import NotStored
@@ -164,6 +165,8 @@ class MutableSession:
             )
             if not is_safe:
                 self._tell_of_padding()
+        except WalkbackError as error:
+            log.warning("%s is served uncached: %s", model_path, error)
         except Exception:
             log.exception("%s is served uncached: it could not be bound", model_path)
 

@@ -1,0 +1,5 @@
+"""``python -m walkback``."""
+
+from .tools.main import main
+
+main()
