@@ -12,8 +12,6 @@ from ...store.settings import GIB
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 ENVIRONMENT_PREFIX = "WALKBACK_"
-# mlx-lm's.
-_HOST, _PORT = "127.0.0.1", "8080"
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
 
@@ -33,9 +31,6 @@ class ServeOptions:
     read_only: bool = False
     unsafe_batching: bool = False
     off: bool = False
-    # mlx-lm's own, as text: what it will listen on.
-    host: str = _HOST
-    port: str = _PORT
 
 
 def parse_options(
@@ -48,8 +43,7 @@ def parse_options(
     """
     parser = make_parser(environment)
     found, rest = parser.parse_known_args(list(arguments))
-    theirs = _flags_of_mlx_lm(rest)
-    _require_model(theirs.model)
+    _require_model(_flags_of_mlx_lm(rest).model)
     checkpoint_tokens: int = found.checkpoint_tokens or found.prefill_step_size or 2048
     if found.prefill_step_size not in (None, checkpoint_tokens):
         raise SettingsError(
@@ -68,8 +62,6 @@ def parse_options(
         read_only=found.read_only,
         unsafe_batching=found.unsafe_batching,
         off=found.off,
-        host=theirs.host,
-        port=theirs.port,
     )
     return options, [*rest, "--prefill-step-size", str(checkpoint_tokens)]
 
@@ -92,7 +84,7 @@ def make_parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
             options["default"] = _switch(name, value)
         elif value:
             options["default"] = _converted(name, value, options.get("type", str))
-        own.add_argument(flag, help=f"{words} [{name}]", **options)
+        own.add_argument(flag, help=f"{words} ({name})", **options)
 
     add(
         "--cache-dir",
@@ -153,12 +145,18 @@ def size_text(nbytes: int) -> str:
     return str(nbytes)
 
 
+def address_of(arguments: Sequence[str]) -> tuple[str, str]:
+    """The host and the port on which mlx-lm's server will listen, as they are written."""
+    found = _flags_of_mlx_lm(arguments)
+    return found.host, found.port
+
+
 def _flags_of_mlx_lm(arguments: Sequence[str]) -> argparse.Namespace:
     """Those that are looked at before its server starts."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", default=None)
-    parser.add_argument("--host", default=_HOST)
-    parser.add_argument("--port", default=_PORT)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", default="8080")
     return parser.parse_known_args(list(arguments))[0]
 
 

@@ -22,7 +22,7 @@ import mlx_lm.server as upstream
 
 from ...journal.errors import CacheLockedError, SettingsError
 from ..cache import Cache, open_cache
-from .options import ServeOptions, make_parser, parse_options
+from .options import ServeOptions, address_of, make_parser, parse_options
 from .pages import Pages
 from .seams import ONE_AT_A_TIME, Seams, Way, find_seams
 
@@ -44,7 +44,7 @@ def serve(arguments: Sequence[str]) -> None:
         print(make_parser({}).format_help())
     else:
         options, rest = parse_options(arguments)
-        _require_address(options.host, options.port)
+        _require_address(*address_of(rest))
         for each in () if options.off else seams.lacks:
             print(f"walkback: WARNING: {each}", file=sys.stderr)
     if seams.way is Way.NOTHING:
