@@ -17,6 +17,7 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache, make_prompt_cache
 from zoo import build, token_ids
 
 from walkback.integration.leaves import layout_of, position_of, walk_leaves
+from walkback.integration.serving.batching import RecordingBatchGenerator
 from walkback.integration.serving.images import images_of, unshared_key
 from walkback.integration.serving.options import (
     ServeOptions,
@@ -447,3 +448,32 @@ def test_what_is_recorded_was_fed_an_image_wherever_its_key_has_one(
 
     embeddings = None if rows is None else mx.zeros((rows, 4))
     assert _fits(prepared, restoration, embeddings) == fits
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "llama"])
+def test_rows_from_their_start_that_join_one_under_way_are_as_many_as_they_are(name: str) -> None:
+    model: Any = build(name)
+    prompts = [token_ids(150, seed=1), token_ids(40, seed=2), token_ids(40, seed=3)]
+    alone: list[list[int]] = []
+    for prompt in prompts:
+        generator = BatchGenerator(model, prefill_step_size=32)
+        alone.append(answers_of(generator, generator.insert([prompt], max_tokens=[4]))[0])
+    session = MutableSession(None, ServeOptions(cache_dir=Path(), off=True))
+    together = RecordingBatchGenerator(session, model, prefill_step_size=32)
+
+    first = together.insert(prompts[:1], max_tokens=[4])
+    together.next()
+    later = together.insert(prompts[1:], max_tokens=[4] * 2)
+
+    assert answers_of(together, [*first, *later]) == alone
+
+
+def answers_of(generator: BatchGenerator, uids: list[int]) -> list[list[int]]:
+    """What a generator answers to each request, all of which are in it."""
+    answers: dict[int, list[int]] = {uid: [] for uid in uids}
+    finished = 0
+    while finished < len(uids):
+        for response in generator.next()[1]:
+            answers[response.uid].append(response.token)
+            finished += response.finish_reason is not None
+    return [answers[uid] for uid in uids]

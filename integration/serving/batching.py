@@ -105,9 +105,12 @@ class RecordingBatchGenerator(BatchGenerator):
             with quietly("a restored row is copied into its batch"):
                 row = adopted(sequence[3]) if can_be_adopted(sequence[3]) else None
         if row is None:
+            is_alone = n == 1 or not len(self._prompt_batch)
             batch = super()._make_batch(n)
-            with quietly("a batch keeps a mask that it does not need"):
-                unpadded(batch.prompt_cache)
+            # Beside rows under way it is their padding that tells how many fresh ones there are.
+            if is_alone:
+                with quietly("a batch keeps a mask that it does not need"):
+                    unpadded(batch.prompt_cache)
             return batch
         self._unprocessed_sequences[0] = (*sequence[:3], [], *sequence[4:])
         batch = super()._make_batch(1)
