@@ -114,6 +114,8 @@ class MutableCore:
         # Allocated bytes of the journal and its backups, read again after each commit.
         self.journal_bytes = 0
         self.floor_unreachable = False
+        # Since the last commit that stands: tombstones that cannot be recorded free nothing.
+        self.failed_commits = 0
         # The largest boundary stored yet: how far ahead to evict.
         self.boundary_bytes_max = 0
         # Names that could not be removed after a failed store; the epoch is not closed while any

@@ -193,11 +193,14 @@ def _commit(
         # Nothing was written: a full disk may have room again at the next boundary.
         records, refusal = None, refusal_by_journal(error)
     if records is None:
+        with core.lock:
+            core.failed_commits += 1
         _give_up(core, accepted, riding, events, refusal)
         return refusal.detail
     measure_journal(core)
     with core.lock:
         core.counts.commit_seconds.note(core.clock.monotonic() - started)
+        core.failed_commits = 0
         apply_records(core, records)
         if accepted:
             parts = (part for claim in accepted for part in claim.boundary.parts)

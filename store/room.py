@@ -11,6 +11,9 @@ from .core import MutableCore
 from .eviction import POLICY, Victim, choose_victims
 from .payload import file_bytes
 
+# Commits in a row that fail before stores do not wait for what the tombstones in them would free.
+FAILED_COMMITS_MAX = 2
+
 
 @dataclass(frozen=True, slots=True)
 class _Shortage:
@@ -68,11 +71,13 @@ def reserve_room(core: MutableCore, claim: Claim) -> NotStored | None:
                         return _refusal(core, shortage, need)
                     before_floor = (free_bytes, going.nbytes)
                 _mark(core, going, shortage.nbytes)
-            if not _is_moving(core) or core.clock.monotonic() >= deadline:
-                return _refusal(core, shortage, need)
             # A commit that failed left the tombstones riding: the journal thread, which looks once
-            # a second without being called, is to try again.
+            # a second without being called, is to try again. If that fails too, nobody waits for
+            # a disk that is full of what cannot be evicted.
             core.overlay.is_urgent |= bool(core.overlay.victims)
+            is_stuck = core.overlay.victims and core.failed_commits >= FAILED_COMMITS_MAX
+            if not _is_moving(core) or is_stuck or core.clock.monotonic() >= deadline:
+                return _refusal(core, shortage, need)
             core.lock.wait(timeout=0.05)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -939,6 +940,28 @@ def test_budget_blocks_and_sidecars_share_one_budget_and_one_order(caches: Cache
     assert 5 < len(kept) < 13
     assert statistics.charged_bytes <= 2 * MIB
     assert statistics.holdings.block_count == statistics.holdings.sidecar_count == len(kept)
+
+
+def test_budget_stores_do_not_wait_in_turn_for_evictions_that_a_full_disk_cannot_record(
+    caches: CacheMaker,
+) -> None:
+    store = caches.open(replace(SMALL, room_wait_seconds=10.0))
+    for index in range(15):
+        store_one(store, boundary(f"chain {index}", 0))
+    settle(store)
+    files_of(store).hook = Failing("commit", errno.ENOSPC)
+    started = time.monotonic()
+
+    late = [boundary(f"late {index}", 0, nbytes=6 * BLOCK_BYTES) for index in range(3)]
+    refusals = [outcome(put(store, each)) for each in late]
+
+    # As long as the first may wait: each of them would, one after the other.
+    assert time.monotonic() - started < 10.0
+    assert all(refusal is not None for refusal in refusals)
+    files_of(store).hook = None
+    store.flush()
+    settle(store)
+    store_one(store, boundary("after", 0))
 
 
 def test_budget_a_touched_entry_outlives_newer_ones_also_after_a_restart(
