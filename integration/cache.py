@@ -294,4 +294,13 @@ def open_cache(
             free_bytes >> 20,
             free_floor_bytes >> 20,
         )
+    statistics = store.statistics()
+    if statistics.journal_bytes > statistics.budget_bytes // 2:
+        log.warning(
+            "little or nothing will be stored: the journal of %s takes %d KiB of a budget of "
+            "%d KiB, so give it a larger one",
+            root,
+            statistics.journal_bytes >> 10,
+            statistics.budget_bytes >> 10,
+        )
     return Cache(store, grid, salt=salt)

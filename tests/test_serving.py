@@ -304,6 +304,10 @@ def test_a_streamed_answer_tells_what_was_cached(lfm2: Server) -> None:
 def test_a_request_that_makes_no_sense_costs_nobody_else_anything(lfm2: Server) -> None:
     with pytest.raises(urllib.error.HTTPError):
         lfm2.post("/v1/chat/completions", {"messages": []})
+    for prompt in ("", ["two", "prompts"]):
+        # These end the generation thread of mlx-lm's own server.
+        with pytest.raises(urllib.error.HTTPError):
+            lfm2.post("/v1/completions", {"prompt": prompt})
 
     assert lfm2.chat(FIRST).prompt_tokens > 0
 

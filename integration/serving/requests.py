@@ -75,6 +75,9 @@ class PreparingResponseGenerator(ResponseGenerator):
             prepared = self._join(request, args)
         if prepared is None:
             tokenised = super()._tokenize(tokenizer, request, args)
+            if not _are_token_ids(tokenised[0]):
+                # The client is told; as a prompt it would end mlx-lm's generation thread.
+                raise ValueError("the prompt is empty, or is not one text")
             with quietly("memory keeps a request under a key that no other has"):
                 return self._told_apart(tokenised)
             token_ids, *_, vision = tokenised
@@ -128,7 +131,7 @@ class PreparingResponseGenerator(ResponseGenerator):
             log.debug("a request cannot be tokenised", exc_info=True)
             return None
         vision = visions[0] if visions else None
-        if not token_ids:
+        if not _are_token_ids(token_ids):
             return None
         images, spans, key = None, (), token_ids
         if vision is not None:
@@ -212,6 +215,11 @@ class PreparingResponseGenerator(ResponseGenerator):
                 self._session.refuse_images("its token ids do not tell where each image stands")
         vision.cache_key = unshared_key(token_ids, vision) if images is None else images.key
         return tokenised
+
+
+def _are_token_ids(prompt: list[Any]) -> bool:
+    """Whether a tokenizer was given one text, which was not empty."""
+    return bool(prompt) and isinstance(prompt[0], int)
 
 
 def _taken_from(request: Any) -> Prepared | None:

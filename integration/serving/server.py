@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Generator, Sequence
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from .session import MutableSession
 
 log = logging.getLogger("walkback")
+
+# Clients that may wait to be accepted, while those before are tokenised; http.server has 5, and all
+# others are reset.
+BACKLOG = 128
 
 
 def serve(arguments: Sequence[str]) -> None:
@@ -99,6 +104,8 @@ def _joined(
     seams = find_seams() if seams is None else seams
     ours = _ours(session, seams)
     before = {name: getattr(upstream, name) for name in ours}
+    backlog = ThreadingHTTPServer.request_queue_size
+    ThreadingHTTPServer.request_queue_size = BACKLOG
     pages = _pages_of(session) if seams.joins_pages else contextlib.nullcontext()
     if seams.way is Way.WHOLE_PROMPTS and not session.options.unsafe_batching:
         # Its batches cannot be asked whether their padding reaches a model's state.
@@ -111,6 +118,7 @@ def _joined(
     finally:
         for name, seam in before.items():
             setattr(upstream, name, seam)
+        ThreadingHTTPServer.request_queue_size = backlog
 
 
 def _ours(session: "MutableSession", seams: Seams) -> dict[str, Callable[..., Any]]:
