@@ -98,8 +98,6 @@ MAY_CATCH_ANYTHING = {
     "integration/serving/quiet.py",
     "integration/serving/requests.py",
     "integration/serving/session.py",
-    "integration/serving/tiers.py",
-    "integration/serving/whole.py",
     "store/committer.py",
     "store/deletion.py",
     "store/ordering.py",

@@ -12,14 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
-import mlx_lm
 import pytest
 from cache_maker import core_of
-from chat_models import letters_only, write_chat_model
+from chat_models import write_chat_model
 from inner_servers import InnerServer, serving_here
-from mlx_lm.generate import generate_step
-from mlx_lm.sample_utils import make_logits_processors
+from oracles import Oracle
 from servers import Answer, serving
 
 from walkback.integration.cache import Cache, open_cache
@@ -52,27 +49,6 @@ SYSTEM = said("system", "You are a careful assistant, and kind to all who ask. "
 
 def asking(about: str) -> list[Message]:
     return [SYSTEM, said("user", f"Tell me of {about}, and then again of {about}.")]
-
-
-class Oracle:
-    """mlx-lm alone: the greedy token ids that follow a conversation."""
-
-    def __init__(self, model: Path) -> None:
-        load: Any = mlx_lm.load
-        self._model, self._tokenizer = load(str(model))
-
-    def tokens(self, messages: list[Message], max_tokens: int = TOKENS) -> tuple[int, ...]:
-        prompt = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True
-        )
-        generate: Any = generate_step
-        generated = generate(
-            mx.array(prompt),
-            self._model,
-            max_tokens=max_tokens,
-            logits_processors=make_logits_processors(letters_only()),
-        )
-        return tuple(int(token) for token, _ in generated)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +124,7 @@ def test_a_model_that_cannot_be_bound_is_served_all_the_same(
             answers = [ask(server, kind, asking("us")) for kind in KINDS]
 
     assert faults[Cache, "bind"].raised == 1
-    assert [each.tokens for each in answers] == [oracle.tokens(asking("us"))] * len(KINDS)
+    assert [each.tokens for each in answers] == [oracle.tokens(asking("us"), TOKENS)] * len(KINDS)
 
 
 def test_figures_that_cannot_be_had_are_no_other_requests_business(
@@ -221,7 +197,7 @@ def test_with_a_draft_model_nothing_is_stored_and_that_is_said_once(
         answer = server.chat(asking("us"), max_tokens=TOKENS)
         held = server.cache.statistics().holdings.block_count
 
-    assert answer.tokens == oracle.tokens(asking("us"))
+    assert answer.tokens == oracle.tokens(asking("us"), TOKENS)
     assert held == 0
     assert caplog.text.count("nothing is stored: a draft model") == 1
     assert refusals_in(cache) == ["draft_model"]
@@ -268,7 +244,7 @@ def test_another_model_never_resumes_from_what_the_first_has_stored(
 ) -> None:
     """The two differ in their weights only: the same prompt has the same token ids in both."""
     paths = [models["lfm2"], models["other lfm2"]]
-    expected = [Oracle(path).tokens(asking("us")) for path in paths]
+    expected = [Oracle(path).tokens(asking("us"), TOKENS) for path in paths]
     assert expected[0] != expected[1]
 
     with serving_here(paths[0], "--cache-dir", str(tmp_path / "cache"), *SHORT) as server:
@@ -288,7 +264,7 @@ def test_each_model_has_its_own_prefixes_back_in_memory_after_a_switch(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     paths = [models["lfm2"], models["other lfm2"]]
-    expected = [Oracle(path).tokens(asking("us")) for path in paths]
+    expected = [Oracle(path).tokens(asking("us"), TOKENS) for path in paths]
 
     with serving_here(paths[0], "--cache-dir", str(tmp_path / "cache"), *SHORT) as server:
 

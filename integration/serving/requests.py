@@ -207,10 +207,8 @@ class PreparingResponseGenerator(ResponseGenerator):
         bound_to = self._session.bound_for(self.model_provider.model_key)
         images = None
         if bound_to is None or bound_to.takes_images:
-            try:
+            with quietly("the images of a request are not told apart"):
                 images = images_of(token_ids, vision)
-            except Exception:
-                log.warning("the images of a request could not be told apart", exc_info=True)
             if images is None:
                 self._session.refuse_images("its token ids do not tell where each image stands")
         vision.cache_key = unshared_key(token_ids, vision) if images is None else images.key

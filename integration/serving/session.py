@@ -127,10 +127,8 @@ class MutableSession:
         if self.cache is None:
             return
         if self.options.hot_max is None:
-            try:
+            with quietly("caches in RAM have no bound in bytes: it could not be worked out"):
                 self.hot_max = hot_bytes_for(provider.model)
-            except Exception:
-                log.exception("caches in RAM have no bound in bytes: it could not be worked out")
         self._why_unbound = "its model could not be bound"
         self._bind(self.cache, provider)
         self._tell_of_memory(self.cache, provider)
@@ -289,10 +287,8 @@ class MutableSession:
             return
         self._told.add(reason)
         log.warning("%s is stored: %s", what, detail)
-        try:
+        with quietly("the journal is not told so"):
             self.cache.store.refuse(NotStored(reason, detail), request=0, key=b"", position=0)
-        except Exception:
-            log.exception("the journal was not told so")
 
 
 def _quantisation_of(cli_args: Any) -> dict[str, Any]:

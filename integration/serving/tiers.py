@@ -160,11 +160,9 @@ class TieredPromptCache(LRUPromptCache):
             prepared.prefill.begin(restoration.endpoint)
         # From here on whoever cancels the request ends its recording.
         prepared.restoration, prepared.recording = restoration, recording
-        try:
+        with quietly("a request is not told of"):
             told = self._told(restoration, source, tokens, prepared)
             recording.at_end = functools.partial(self._session.teller.tell, told)
-        except Exception:
-            log.exception("a request could not be told of")
         if not self._session.stores:
             restoration = dataclasses.replace(restoration, stops=())
         prepared.restoration = restoration

@@ -14,6 +14,7 @@ from typing import Any
 from mlx_lm.models.cache import LRUPromptCache
 
 from .figures import MemoryTier
+from .quiet import quietly
 from .session import MutableSession
 from .telling import Told
 
@@ -45,11 +46,9 @@ class WholePromptCache(LRUPromptCache):
         cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
         depth = len(tokens) - 1 - len(rest)
         source = "memory"
-        try:
+        restored = None
+        with quietly("the disk is not looked at for a prompt"):
             restored = self._restored(model, tokens, depth)
-        except Exception:
-            log.exception("a look into the cache failed")
-            restored = None
         if restored is not None:
             (cache, depth), source = restored, "disk"
         self._hits += bool(depth) and source == "memory"
@@ -71,10 +70,8 @@ class WholePromptCache(LRUPromptCache):
         cache_type: str = "assistant",
     ) -> None:
         """Keep a cache in RAM, and store it."""
-        try:
+        with quietly("a prompt is not stored"):
             self._store(model, tokens, prompt_cache)
-        except Exception:
-            log.exception("a prompt was not stored")
         if self._session.hot_max is not None:
             self.max_bytes = self._session.hot_max
         super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
